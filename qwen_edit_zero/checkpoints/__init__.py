@@ -1,0 +1,1 @@
+"""The flat-range checkpoint format: writing, reading, retention and consolidation."""

@@ -1,0 +1,1 @@
+"""From manifests and pictures to buckets, the order of samples, and cached batches."""

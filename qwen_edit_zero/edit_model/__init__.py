@@ -1,0 +1,1 @@
+"""The Qwen-Image-Edit models: loading, conditioning, flow matching and sampling."""

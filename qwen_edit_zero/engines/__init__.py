@@ -1,0 +1,1 @@
+"""One `ParallelEngine` interface over DDP, FSDP2 and DeepSpeed ZeRO."""

@@ -1,0 +1,110 @@
+"""The interface through which training sees a parallel engine.
+
+    for i, batch in enumerate(micro_batches):
+        with engine.micro_step(is_last=i == n - 1):
+            engine.backward(loss_sum(engine.forward, batch) / samples_in_global_batch)
+    result = engine.step(lr=lr_at(step))
+
+Gradients are *summed* over micro-batches and ranks; dividing by the samples of the global batch is the trainer's
+business, once. So nothing depends on how the batch is split.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qwen_edit_zero.flat_state import FlatRange, TensorSource
+from qwen_edit_zero.settings.models import OptimizerSettings
+
+Scalars = dict[str, int | float | bool | str]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did, the same on every rank.
+
+    Attributes:
+        grad_norm: global L2 norm over all trained parameters, before clipping, of the unscaled gradient.
+        applied: False if the gradient was not finite and weights, moments and counters were left untouched.
+        loss_scale: the fp16 loss scale used in this step; 1.0 in other precisions.
+    """
+
+    grad_norm: float
+    applied: bool
+    loss_scale: float = 1.0
+
+
+class ParallelEngine(ABC):
+    """One rank's view of a model trained by all ranks. See the module docstring for the call order."""
+
+    name: str
+    module: torch.nn.Module  # unwrapped, with clean parameter names
+    device: torch.device
+    dp_rank: int
+    dp_size: int
+
+    @abstractmethod
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Context in which the module is constructed (meta device, zero.Init ...)."""
+
+    @abstractmethod
+    def setup(self, module: torch.nn.Module, *, optimizer: OptimizerSettings, weights: TensorSource | None) -> None:
+        """Checkpoint activations, wrap, materialise, stream the weights in, build the optimizer.
+
+        Parameters whose `requires_grad` is False are frozen: sharded like the others where the engine can, never
+        updated. `weights` None keeps the values the module was constructed with (only possible off the meta device).
+        Raises ModelFolderError if a tensor is missing from `weights` or has another shape.
+        """
+
+    @abstractmethod
+    def forward(self, **inputs: Any) -> Any:
+        """Call the wrapped module. Floating inputs are cast to the compute precision as the engine needs."""
+
+    @abstractmethod
+    def micro_step(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Holds forward *and* backward of one micro-batch. Gradients are reduced over ranks in the last one."""
+
+    @abstractmethod
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate gradients of `loss`; neither averages over ranks or micro-batches, nor steps."""
+
+    @abstractmethod
+    def step(self, *, lr: float) -> StepResult:
+        """Clip by the global norm, update, zero the gradients. The same result on every rank."""
+
+    @abstractmethod
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """No gradients, `module.eval()`; training mode and sharding restored afterwards."""
+
+    @abstractmethod
+    def local_state(self) -> Iterator[FlatRange]:
+        """Trained parameters in fp32 and every optimizer moment, as ranges this rank is to write.
+
+        Over all ranks the ranges cover every element exactly once (replicas are split between their holders).
+        """
+
+    @abstractmethod
+    def scalars(self) -> Scalars:
+        """Engine state that is no tensor and equal on all ranks: `optimizer_steps`, loss scaling counters."""
+
+    @abstractmethod
+    def load_state(self, source: TensorSource, scalars: Mapping[str, int | float | bool | str]) -> None:
+        """Replace parameters, moments and scalars by those of `source`, whichever engine and world size wrote it.
+
+        Reads only the ranges this rank needs. Raises CheckpointError naming the tensor if one is missing or differs
+        in shape.
+        """
+
+    @abstractmethod
+    def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter, whole, in fp32 on CPU, one at a time. Collective: all ranks must iterate in step."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the engine holds. Idempotent."""

@@ -1,0 +1,1 @@
+"""The training loop and what hangs on it: metrics, progress, checkpoints, sample pictures."""
