@@ -20,20 +20,20 @@ class Section(BaseModel):
 class RunSettings(Section):
     """What is run, where its files go (`dir/name`), and for how long."""
 
-    name: str = Field(default="demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    dir: Path = Path("runs")
-    seed: NonNegative = 0
-    max_steps: Positive | None = None
-    epochs: Positive | None = None
-    log_every: Positive = 1
-    tensorboard: bool = True
+    name: str = Field(default="demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the run's folder inside `dir`
+    dir: Path = Path("runs")  # where runs are kept
+    seed: NonNegative = 0  # of the order of samples, noise and sigmas
+    max_steps: Positive | None = None  # optimizer steps after which the run ends
+    epochs: Positive | None = None  # passes over the data after which the run ends; whichever of the two comes first
+    log_every: Positive = 1  # optimizer steps between progress lines
+    tensorboard: bool = True  # write TensorBoard files beside metrics.jsonl
 
 
 class LoraSettings(Section):
     """Low-rank adapters instead of full fine-tuning; `targets` are module-name endings."""
 
-    rank: Positive = 32
-    alpha: Positive | None = None  # None: equal to rank
+    rank: Positive = 32  # rank of the two factors of every adapter
+    alpha: Positive | None = None  # scale of the adapters, times 1 / rank; None: equal to rank
     targets: tuple[str, ...] = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
@@ -46,10 +46,10 @@ class ModelSettings(Section):
 
     path: str = "tiny"  # "tiny" or a diffusers-layout folder
     freeze: tuple[str, ...] = ()  # shell patterns over parameter names
-    activation_checkpointing: Literal["none", "block"] = "block"
+    activation_checkpointing: Literal["none", "block"] = "block"  # block: recompute each block in backward
     attention: str = "auto"  # a diffusers attention backend name; auto: the best of this device
     compile: bool = False  # regional compilation of the repeated block
-    lora: LoraSettings | None = None
+    lora: LoraSettings | None = None  # None: full fine-tuning
 
 
 class DataSettings(Section):
@@ -57,66 +57,67 @@ class DataSettings(Section):
 
     manifest: str = "demo"  # "demo" or a JSONL file
     validation: str | None = None  # None: the demo's own for "demo", else no validation
-    vae_area: Annotated[int, Field(ge=32 * 32)] = 1024 * 1024
-    condition_area: Annotated[int, Field(ge=28 * 28)] = 384 * 384
-    cache_dir: Path | None = None  # None: RUN/cache
-    max_references: Annotated[int, Field(ge=1)] = 3
-    on_error: Literal["stop", "skip"] = "stop"
+    vae_area: Annotated[int, Field(ge=32 * 32)] = 1024 * 1024  # of targets, and of references as the VAE sees them
+    condition_area: Annotated[int, Field(ge=28 * 28)] = 384 * 384  # of references as the text encoder sees them
+    cache_dir: Path | None = None  # latents and embeddings, computed once; None: RUN/cache
+    max_references: Annotated[int, Field(ge=1)] = 3  # a sample with more of them is refused
+    on_error: Literal["stop", "skip"] = "stop"  # what a bad sample does
 
 
 class BatchSettings(Section):
     """Samples of an optimizer step over all ranks, and of one forward of one rank."""
 
-    global_size: Positive = 8
-    micro_size: Positive = 1
+    global_size: Positive = 8  # samples of an optimizer step, all ranks together
+    micro_size: Positive = 1  # samples of one forward of one rank; accumulation follows from the two and the ranks
 
 
 class OptimizerSettings(Section):
-    """AdamW and gradient clipping (`clip_norm` None: no clipping)."""
+    """AdamW and gradient clipping."""
 
-    lr: Annotated[float, Field(gt=0)] = 1e-5
+    lr: Annotated[float, Field(gt=0)] = 1e-5  # peak learning rate
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    eps: Annotated[float, Field(gt=0)] = 1e-8  # added to the root of the second moment
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01  # decoupled, times the learning rate
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0  # global L2 norm of the gradient; None: no clipping
     max_skipped: NonNegative = 10  # consecutive steps skipped for non-finite gradients before the run stops
 
 
 class ScheduleSettings(Section):
     """Learning rate over steps: linear warm-up, then constant, cosine or linear decay to `final_fraction` of lr."""
 
-    kind: Literal["constant", "cosine", "linear"] = "constant"
-    warmup_steps: NonNegative = 0
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    kind: Literal["constant", "cosine", "linear"] = "constant"  # how lr goes on after warm-up
+    warmup_steps: NonNegative = 0  # optimizer steps from 0 to lr
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0  # of lr, reached at the last step (cosine, linear)
 
 
 class FlowSettings(Section):
     """Flow matching: how sigma is drawn, shifted and weighted."""
 
-    sigma_distribution: Literal["logit_normal", "uniform", "mode"] = "logit_normal"
-    logit_mean: float = 0.0
-    logit_std: Annotated[float, Field(gt=0)] = 1.0
-    mode_scale: float = 1.29
-    shift: Literal["dynamic", "none"] | float = "dynamic"  # a number: that constant shift
-    weighting: Literal["none", "bell"] = "none"
+    sigma_distribution: Literal["logit_normal", "uniform", "mode"] = "logit_normal"  # of the noise level
+    logit_mean: float = 0.0  # logit_normal only
+    logit_std: Annotated[float, Field(gt=0)] = 1.0  # logit_normal only
+    mode_scale: float = 1.29  # mode only
+    shift: Literal["dynamic", "none"] | Annotated[float, Field(gt=0)] = "dynamic"  # by target size; a number: constant
+    weighting: Literal["none", "bell"] = "none"  # of the loss over noise levels
 
 
 class PrecisionSettings(Section):
     """Compute precision; weights and moments are kept in fp32 whatever it is."""
 
-    mode: Literal["bf16", "fp16", "fp32"] = "bf16"
-    tf32: bool = True
+    mode: Literal["bf16", "fp16", "fp32"] = "bf16"  # of forward and backward
+    tf32: bool = True  # fp32 matrix products in TF32 where the GPU can
     initial_loss_scale: Annotated[float, Field(gt=0)] = 2.0**16  # fp16 only, as are the next two
-    loss_scale_window: Positive = 1000
-    min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
+    loss_scale_window: Positive = 1000  # steps without overflow after which the loss scale doubles
+    min_loss_scale: Annotated[float, Field(gt=0)] = 1.0  # the loss scale never falls below it
 
 
 class EngineSettings(Section):
     """Which engine, and its own options."""
 
-    backend: Literal["ddp", "fsdp2", "deepspeed"] = "fsdp2"
+    backend: Literal["ddp", "fsdp2", "deepspeed"] = "fsdp2"  # --engine and --ds choose it too
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: GPUs where there are any
     shard_size: Positive | None = None  # FSDP2: ranks in a shard group; None: all. Fewer: hybrid sharding
-    reshard_after_forward: bool = True  # FSDP2
+    reshard_after_forward: bool = True  # FSDP2: free gathered weights after forward; False: faster, more memory
     deepspeed: dict[str, Any] | None = None  # the DeepSpeed JSON, merged and complete, when backend is deepspeed
     timeout_seconds: Positive = 1800  # a collective that takes longer ends the job
 
@@ -126,7 +127,7 @@ class CheckpointSettings(Section):
 
     every: Positive | None = 500  # optimizer steps; None: only at the end
     keep: Positive | None = 3  # newest ones kept; None: all
-    asynchronous: bool = False
+    asynchronous: bool = False  # write while training goes on
     backup: str | None = None  # a second place that gets a verified copy
 
 
@@ -135,9 +136,9 @@ class SamplingSettings(Section):
 
     every: Positive | None = None  # optimizer steps; None: only at the end
     count: NonNegative = 12  # held-out samples pictured; 0: none
-    steps: Positive = 20
-    guidance: Annotated[float, Field(ge=1)] = 4.0
-    negative_prompt: str = " "
+    steps: Positive = 20  # denoising steps of a picture
+    guidance: Annotated[float, Field(ge=1)] = 4.0  # classifier-free guidance scale; 1: none
+    negative_prompt: str = " "  # what guidance leads away from
 
 
 class Settings(Section):
