@@ -14,7 +14,7 @@ NonNegative = Annotated[int, Field(ge=0)]
 class Section(BaseModel):
     """A section: unknown keys are errors, values do not change after loading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunSettings(Section):

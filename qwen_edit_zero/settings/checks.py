@@ -1,0 +1,157 @@
+"""Mistakes that no single value shows: settings that contradict each other or have no effect.
+
+A setting without effect is a mistake only if it differs from its default, so that resolved settings can be read again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from qwen_edit_zero.settings.models import Settings
+from qwen_edit_zero.settings.problems import shown_value
+
+_GPU_ATTENTION = ("flash", "sage", "xformers", "cudnn", "efficient", "aiter")
+
+
+class _Report:
+    def __init__(self, settings: Settings, sources: Mapping[str, str]) -> None:
+        self.settings, self.sources = settings, sources
+        self.lines: list[str] = []
+
+    def at(self, name: str) -> str:
+        """`batch.micro_size 4 (recipes/demo.yaml:9)`."""
+        value: Any = self.settings
+        for part in name.split("."):
+            value = getattr(value, part)
+        shown = value if not isinstance(value, BaseModel) else "given"
+        shown = list(shown) if isinstance(shown, tuple) else shown
+        source = self.sources.get(name) or next(
+            (place for path, place in self.sources.items() if path.startswith(f"{name}.")), "default"
+        )
+        return f"{name} {shown if isinstance(value, BaseModel) else shown_value(shown)} ({source})"
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def no_effect(self, names: tuple[str, ...], why: str) -> None:
+        """Report each of `names` that differs from its default."""
+        for name in names:
+            section, key = name.split(".")
+            model = getattr(self.settings, section)
+            if getattr(model, key) != type(model).model_fields[key].default:
+                self.add(f"{self.at(name)} has no effect: {why}")
+
+
+def cross_field_problems(settings: Settings, sources: Mapping[str, str]) -> list[str]:
+    """One line for every contradiction between settings, naming the values and their places."""
+    report = _Report(settings, sources)
+    _batch_and_schedule(report)
+    _model(report)
+    _flow(report)
+    _precision(report)
+    _engine(report)
+    _sampling(report)
+    return report.lines
+
+
+def _batch_and_schedule(report: _Report) -> None:
+    batch, run, schedule = report.settings.batch, report.settings.run, report.settings.schedule
+    if batch.micro_size > batch.global_size:
+        report.add(
+            f"{report.at('batch.micro_size')} is more than {report.at('batch.global_size')}: one rank's forward cannot "
+            "hold more samples than the optimizer step of all ranks"
+        )
+    elif batch.global_size % batch.micro_size:
+        report.add(
+            f"{report.at('batch.global_size')} is no multiple of {report.at('batch.micro_size')}, "
+            "so it divides over no number of ranks"
+        )
+    if run.max_steps is not None and schedule.warmup_steps >= run.max_steps:
+        report.add(
+            f"{report.at('schedule.warmup_steps')} is not less than {report.at('run.max_steps')}: "
+            "the learning rate would still be warming up when the run ends"
+        )
+    if schedule.kind == "constant":
+        report.no_effect(("schedule.final_fraction",), f"{report.at('schedule.kind')} does not decay")
+
+
+def _model(report: _Report) -> None:
+    model = report.settings.model
+    if model.lora is not None and model.freeze:
+        report.add(
+            f"{report.at('model.freeze')} goes with {report.at('model.lora')}: adapters train and everything else is "
+            "frozen anyway; remove model.freeze, and choose with model.lora.targets what gets an adapter"
+        )
+    if model.lora is not None and not model.lora.targets:
+        report.add(f"{report.at('model.lora.targets')} leaves nothing to train; name module endings such as attn.to_q")
+    if "*" in model.freeze:
+        report.add(f"{report.at('model.freeze')} freezes every parameter, so nothing would train")
+
+
+def _flow(report: _Report) -> None:
+    kind = report.settings.flow.sigma_distribution
+    if kind != "logit_normal":
+        why = f"{report.at('flow.sigma_distribution')} does not use it"
+        report.no_effect(("flow.logit_mean", "flow.logit_std"), why)
+    if kind != "mode":
+        report.no_effect(("flow.mode_scale",), f"{report.at('flow.sigma_distribution')} does not use it")
+
+
+def _precision(report: _Report) -> None:
+    precision = report.settings.precision
+    names = ("precision.initial_loss_scale", "precision.loss_scale_window", "precision.min_loss_scale")
+    if precision.mode != "fp16":
+        report.no_effect(names, f"{report.at('precision.mode')} has no loss scale")
+        return
+    if precision.min_loss_scale > precision.initial_loss_scale:
+        report.add(f"{report.at(names[2])} is more than {report.at(names[0])}")
+    if report.settings.engine.backend == "deepspeed":
+        if not math.log2(precision.initial_loss_scale).is_integer() or precision.initial_loss_scale < 1:
+            report.add(f"{report.at(names[0])} is no power of two (1, 2, 4 ...), which DeepSpeed needs")
+        if not precision.min_loss_scale.is_integer():
+            report.add(f"{report.at(names[2])} is no whole number, which DeepSpeed needs")
+
+
+def _engine(report: _Report) -> None:
+    backend = report.at("engine.backend")
+    if report.settings.engine.backend != "fsdp2":
+        report.no_effect(("engine.shard_size", "engine.reshard_after_forward"), f"{backend} has no such option")
+    if report.settings.engine.backend != "deepspeed" and report.settings.engine.deepspeed is not None:
+        places = [place for name, place in report.sources.items() if name.startswith("engine.deepspeed")]
+        report.add(f"engine.deepspeed ({places[0]}) is given, but {backend} is no DeepSpeed; remove one of them")
+
+
+def _sampling(report: _Report) -> None:
+    data, sampling = report.settings.data, report.settings.sampling
+    if data.validation is not None or data.manifest == "demo" or sampling.count == 0:
+        return
+    for name in ("every", "count"):
+        fallback = type(sampling).model_fields[name].default
+        if report.sources.get(f"sampling.{name}") != "--fast-dev-run" and getattr(sampling, name) != fallback:
+            report.add(
+                f"{report.at(f'sampling.{name}')} asks for pictures of held-out samples, but there are none; "
+                "name a manifest in data.validation, or set sampling.count to 0 and leave out sampling.every"
+            )
+
+
+def world_problems(settings: Settings, sources: Mapping[str, str], world_size: int) -> list[str]:
+    """One line for every setting that does not fit the number of ranks (batch sizes: see `derive_accumulation`)."""
+    report = _Report(settings, sources)
+    shard = settings.engine.shard_size
+    if shard is not None and world_size % shard:
+        fitting = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        report.add(f"{report.at('engine.shard_size')} does not divide {world_size} ranks; sizes that do: {fitting}")
+    return report.lines
+
+
+def device_problems(settings: Settings, sources: Mapping[str, str], device_type: str) -> list[str]:
+    """One line for every setting that cannot be computed on `device_type` ("cuda" or "cpu")."""
+    report = _Report(settings, sources)
+    attention = settings.model.attention
+    if device_type == "cpu" and any(word in attention for word in _GPU_ATTENTION):
+        report.add(f"{report.at('model.attention')} needs a GPU, and this run is on CPU; use auto or native")
+    return report.lines
