@@ -1,0 +1,63 @@
+"""A second copy of a checkpoint, verified while it is made."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+from qwen_edit_zero.checkpoints import layout
+from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES, ChecksummedFile, checksum_of, sync_folder, write_file
+from qwen_edit_zero.checkpoints.manifest import Manifest, load_manifest
+from qwen_edit_zero.checkpoints.placement import clean_leftovers, put_in_place
+from qwen_edit_zero.checkpoints.validity import check_checkpoint
+from qwen_edit_zero.errors import CheckpointError, StorageError
+
+
+def backup_checkpoint(checkpoint: Path, destination: Path) -> Path:
+    """Copy a checkpoint into another `checkpoints` folder; whole there, or not there.
+
+    What is read is compared with the checksums of the manifest, and what was written is read again and compared too.
+    A copy of the same save that is there already is left as it is. Returns the copy's folder.
+    Raises StorageError naming the file.
+    """
+    manifest = load_manifest(checkpoint)
+    final = destination / layout.checkpoint_name(manifest.step)
+    if _same_save(final, manifest):
+        return final
+    partial = layout.partial_folder(destination, manifest.step)
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+        clean_leftovers(destination)
+        partial.mkdir()
+        for record in manifest.files:
+            _copy(checkpoint / record.name, partial / record.name, record.xxh3_64)
+        write_file(partial / layout.MANIFEST, (checkpoint / layout.MANIFEST).read_bytes())
+        sync_folder(partial)
+        put_in_place(partial, final, manifest.step)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        why = f"{error.strerror} ({error.filename})"
+        raise StorageError(f"copying {checkpoint} to {destination} failed: {why}") from error
+    except StorageError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def _same_save(path: Path, manifest: Manifest) -> bool:
+    try:
+        return check_checkpoint(path).save_id == manifest.save_id
+    except CheckpointError:
+        return False
+
+
+def _copy(source: Path, target: Path, checksum: str) -> None:
+    with source.open("rb", buffering=0) as read, ChecksummedFile(target) as written:
+        buffer = memoryview(bytearray(CHUNK_BYTES))
+        while count := read.readinto(buffer):
+            written.write(buffer[:count])
+    if written.checksum != checksum:
+        raise StorageError(f"{source} is damaged: it does not match the checksum taken while it was written")
+    if checksum_of(target) != checksum:
+        raise OSError(errno.EIO, "what was written reads back differently", str(target))

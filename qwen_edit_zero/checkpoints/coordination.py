@@ -1,0 +1,68 @@
+"""Ranks that do something together, and fail together with the same words.
+
+Only a few short strings travel between ranks, whatever the size of the checkpoint: long lists go through files.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from qwen_edit_zero.errors import CheckpointError, QwenEditError, StorageError
+
+T = TypeVar("T")
+_SHOWN = 3  # failures told in full in one message
+
+
+class Coordinator:
+    """The ranks of a process group; a single one if torch.distributed is not started."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._alone = not (dist.is_available() and dist.is_initialized())
+        self.rank = 0 if self._alone else dist.get_rank(group)
+        self.world_size = 1 if self._alone else dist.get_world_size(group)
+
+    def gather(self, value: T) -> list[T]:
+        """The small, picklable values of all ranks, on every rank."""
+        if self._alone:
+            return [value]
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values  # type: ignore[return-value]
+
+    @contextmanager
+    def together(self, doing: str) -> Iterator[None]:
+        """Run the block, then learn how it went elsewhere: if it raised on any rank, it raises on all.
+
+        Every rank raises the same StorageError (CheckpointError if that is what the ranks raised) with the same
+        message, which names the ranks and hosts that failed.
+        """
+        failure: tuple[str, str] | None = None
+        cause: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            cause = error
+            kind = "checkpoint" if isinstance(error, CheckpointError) else "storage"
+            failure = (kind, f"rank {self.rank} on {socket.gethostname()}: {_words(error)}")
+        failures = [f for f in self.gather(failure) if f is not None]
+        if not failures:
+            return
+        said = "; ".join(text for _, text in failures[:_SHOWN])
+        if len(failures) > _SHOWN:
+            said += f"; and {len(failures) - _SHOWN} more ranks"
+        only_checkpoint = all(kind == "checkpoint" for kind, _ in failures)
+        raise (CheckpointError if only_checkpoint else StorageError)(f"{doing} failed: {said}") from cause
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, QwenEditError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,75 @@
+"""Folders getting and losing the name of a checkpoint, each in one rename, without touching files of somebody else."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from qwen_edit_zero.checkpoints import layout
+from qwen_edit_zero.checkpoints.disk import sync_folder
+
+
+def put_in_place(partial: Path, final: Path, step: int) -> None:
+    """Give a finished folder its name; one of the same step that is there already is set aside first, deleted after.
+
+    Raises OSError.
+    """
+    replaced = None
+    if final.exists() or final.is_symlink():
+        replaced = layout.replaced_folder(final.parent, step)
+        final.rename(replaced)
+    partial.rename(final)
+    sync_folder(final.parent)
+    if replaced is not None:
+        delete_checkpoint(replaced)
+        sync_folder(final.parent)
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Delete a checkpoint folder, or, if it also holds files of somebody else, only the checkpoint's own files.
+
+    Of a symbolic link only the link goes.
+
+    The folder first leaves its name in one rename, so that an interruption leaves no half checkpoint under it.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
+    foreign = [p.name for p in path.iterdir() if not layout.is_own_file(p.name)]
+    if not foreign:
+        step = layout.step_of(path)
+        assert step is not None
+        doomed = layout.deleted_folder(path.parent, step)
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+        return
+    for name in (layout.MANIFEST, *sorted(p.name for p in path.iterdir() if layout.is_own_file(p.name))):
+        (path / name).unlink(missing_ok=True)  # the manifest first: from then on it is no checkpoint
+    if path.name.startswith("."):
+        _show(path)
+
+
+def _show(path: Path) -> None:
+    """Give what is left of a replaced checkpoint a visible name."""
+    base = path.name.removeprefix(".").replace(".", "-")
+    for number in range(1, 1000):
+        with contextlib.suppress(OSError):
+            path.rename(path.with_name(base if number == 1 else f"{base}-{number}"))
+            return
+
+
+def clean_leftovers(folder: Path) -> None:
+    """Remove what runs that died left behind; give a checkpoint set aside for its replacement its name back.
+
+    Called by the only writer of the folder, before it writes. Raises OSError.
+    """
+    for hidden in layout.hidden_folders(folder):
+        final = folder / layout.checkpoint_name(hidden.step)
+        if hidden.state != "replaced":
+            shutil.rmtree(hidden.path)
+        elif final.exists():
+            delete_checkpoint(hidden.path)
+        else:
+            hidden.path.rename(final)

@@ -1,0 +1,148 @@
+"""Reading any range of any tensor of a checkpoint, whatever wrote it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from qwen_edit_zero.checkpoints import layout
+from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES, OpenFiles
+from qwen_edit_zero.checkpoints.manifest import Json, Manifest, StoredRange, StoredTensor, intersect, load_manifest
+from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE, element_count
+from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.flat_state import PARAM
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class CheckpointReader:
+    """TensorSource over a checkpoint folder. Holds the manifest and a few open files, no tensor.
+
+    Raises CheckpointError on construction if the manifest cannot be used. The data files are looked at when they are
+    read; `check_checkpoint` looks at all of them beforehand.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest: Manifest = load_manifest(path)
+        self._tensors = {(t.kind, t.name): t for t in self.manifest.tensors}
+        self._files = OpenFiles()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done when it was written."""
+        return self.manifest.step
+
+    @cached_property
+    def run_state(self) -> dict[str, Json]:
+        """The counters given to `save_checkpoint`. Raises CheckpointError if the file is damaged."""
+        file = self.path / layout.RUN_STATE
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"cannot read {file}: {error.strerror}") from None
+        expected = next((f.xxh3_64 for f in self.manifest.files if f.name == layout.RUN_STATE), None)
+        if xxhash.xxh3_64_hexdigest(content) != expected:
+            raise CheckpointError(f"{file} is damaged or was edited: its checksum is not the one in the manifest")
+        state: dict[str, Json] = json.loads(content)
+        return state
+
+    def kinds(self) -> tuple[str, ...]:
+        """All kinds, in order: `param` and the optimizer's moments."""
+        return tuple(dict.fromkeys(t.kind for t in self.manifest.tensors))
+
+    def names(self, kind: str = PARAM) -> Iterable[str]:
+        """Names of all tensors of this kind."""
+        return [t.name for t in self.manifest.tensors if t.kind == kind]
+
+    def shape(self, name: str, kind: str = PARAM) -> tuple[int, ...]:
+        """Shape of the whole tensor. Raises KeyError if it is not there."""
+        return self._tensors[kind, name].shape
+
+    def dtype(self, name: str, kind: str = PARAM) -> str:
+        """Stored dtype, as safetensors names it. Raises KeyError if it is not there."""
+        return self._tensors[kind, name].dtype
+
+    def read(self, name: str, start: int, length: int, kind: str = PARAM) -> torch.Tensor:
+        """Elements `start .. start + length`, as a 1-D CPU tensor in the stored dtype; see `read_bytes`."""
+        import torch
+
+        from qwen_edit_zero.checkpoints.rank_file import DTYPE_NAMES
+
+        dtype = next(d for d, text in DTYPE_NAMES.items() if text == self.dtype(name, kind))
+        if length == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.from_numpy(self.read_bytes(name, start, length, kind)).view(dtype)
+
+    def read_bytes(self, name: str, start: int, length: int, kind: str = PARAM) -> Bytes:
+        """The bytes of elements `start .. start + length`; only these are read.
+
+        Each stored range that is read as a whole is compared with its checksum (part of one cannot be).
+        Raises CheckpointError naming the file if it is missing, too short or damaged; KeyError for an unknown name.
+        """
+        tensor = self._tensors[kind, name]
+        assert min(start, length, element_count(tensor.shape) - start - length) >= 0, f"{name}: {start}+{length}"
+        size = ITEM_SIZE[tensor.dtype]
+        result = np.empty(length * size, dtype=np.uint8)
+        for piece in intersect(tensor.ranges, start, length):
+            part = result[piece.at * size : (piece.at + piece.take) * size]
+            self._fill(piece.stored, piece.skip * size, part)
+            if piece.take == piece.stored.length:
+                self._compare(tensor, piece.stored, xxhash.xxh3_64_hexdigest(part.data))
+        return result
+
+    def stream(self, name: str, kind: str = PARAM, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Bytes]:
+        """All bytes of a tensor in order, in chunks of whole elements, compared with their checksums.
+
+        A chunk is valid until the next one is asked for. Raises as `read_bytes`.
+        """
+        tensor = self._tensors[kind, name]
+        size = ITEM_SIZE[tensor.dtype]
+        buffer = np.empty(chunk_bytes // size * size, dtype=np.uint8)
+        for stored in tensor.ranges:
+            digest = xxhash.xxh3_64()
+            total = stored.length * size
+            for done in range(0, total, len(buffer)):
+                chunk = buffer[: min(len(buffer), total - done)]
+                self._fill(stored, done, chunk)
+                digest.update(chunk.data)
+                yield chunk
+            self._compare(tensor, stored, digest.hexdigest())
+
+    def close(self) -> None:
+        """Close the files. Idempotent; a later read opens them again."""
+        self._files.close()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _fill(self, stored: StoredRange, skip_bytes: int, target: Bytes) -> None:
+        file = self.path / self.manifest.files[stored.file].name
+        try:
+            self._files.read_into(file, stored.offset + skip_bytes, target.data)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {file}: {error.strerror}. Use another checkpoint or a backup") from None
+
+    def _compare(self, tensor: StoredTensor, stored: StoredRange, checksum: str) -> None:
+        if checksum != stored.xxh3_64:
+            raise CheckpointError(
+                f"{self.path / self.manifest.files[stored.file].name} is damaged: {tensor.name} ({tensor.kind}), "
+                f"elements {stored.start} to {stored.start + stored.length - 1}, does not match its checksum. "
+                "Use another checkpoint or a backup"
+            )
