@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES, ChecksummedFile, checksum_of, sync_folder, write_file
-from qwen_edit_zero.checkpoints.manifest import Manifest, load_manifest
+from qwen_edit_zero.checkpoints.manifest import ManifestHead, load_head
 from qwen_edit_zero.checkpoints.placement import clean_leftovers, put_in_place
 from qwen_edit_zero.checkpoints.validity import check_checkpoint
 from qwen_edit_zero.errors import CheckpointError, StorageError
@@ -21,7 +21,7 @@ def backup_checkpoint(checkpoint: Path, destination: Path) -> Path:
     A copy of the same save that is there already is left as it is. Returns the copy's folder.
     Raises StorageError naming the file.
     """
-    manifest = load_manifest(checkpoint)
+    manifest = load_head(checkpoint)
     final = destination / layout.checkpoint_name(manifest.step)
     if _same_save(final, manifest):
         return final
@@ -45,7 +45,7 @@ def backup_checkpoint(checkpoint: Path, destination: Path) -> Path:
     return final
 
 
-def _same_save(path: Path, manifest: Manifest) -> bool:
+def _same_save(path: Path, manifest: ManifestHead) -> bool:
     try:
         return check_checkpoint(path).save_id == manifest.save_id
     except CheckpointError:

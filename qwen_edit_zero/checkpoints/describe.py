@@ -6,7 +6,7 @@ from pathlib import Path
 
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import bytes_text
-from qwen_edit_zero.checkpoints.manifest import Manifest, StoredTensor
+from qwen_edit_zero.checkpoints.manifest import StoredTensor
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE, element_count
 from qwen_edit_zero.checkpoints.validity import Progress, check_checkpoint, find_checkpoint, verify_checkpoint
@@ -30,7 +30,7 @@ def list_checkpoints(source: Path) -> str:
             reasons.append(f"{path.name}: {error}")
         else:
             seen = "" if m.samples_seen is None else str(m.samples_seen)
-            rows.append((str(m.step), seen, _size(m), m.engine, str(m.world_size), m.created[:19], "whole"))
+            rows.append((str(m.step), seen, bytes_text(m.size), m.engine, str(m.world_size), m.created[:19], "whole"))
     for hidden in layout.hidden_folders(folder):
         if hidden.state == "partial":
             reasons.append(f"{hidden.path.name}: being written, or left by a run that died; the next save removes it")
@@ -56,7 +56,7 @@ def show_checkpoint(source: Path) -> str:
         f"written         {manifest.created}, format {manifest.format_version}",
         f"by              {manifest.engine} on {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, "
         f"qwen-edit-zero {manifest.package_version}",
-        f"files           {len(manifest.files)}, {_size(manifest)}",
+        f"files           {len(manifest.files)}, {bytes_text(manifest.size)}",
         f"model           {model.path} (fingerprint {model.fingerprint})",
         f"frozen          {len(model.frozen)} tensors, in the model folder",
     ]
@@ -80,10 +80,6 @@ def verify_text(source: Path, progress: Progress | None = None) -> tuple[str, bo
     if not faults:
         return f"{found.path} is sound: every byte is as it was written", True
     return "\n".join([f"{found.path} is not sound:", *(f"  {f.file}: {f.message}" for f in faults)]), False
-
-
-def _size(manifest: Manifest) -> str:
-    return bytes_text(sum(f.size for f in manifest.files))
 
 
 def _bytes(tensors: list[StoredTensor]) -> int:

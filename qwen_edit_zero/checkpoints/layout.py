@@ -81,10 +81,17 @@ class Hidden:
     state: str
 
 
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"cannot look into {folder}: {error.strerror}") from None
+
+
 def hidden_folders(folder: Path) -> list[Hidden]:
-    """Everything under way, or left by a run that died, in this `checkpoints` folder."""
+    """Everything under way, or left by a run that died, in this `checkpoints` folder. Raises CheckpointError."""
     found = []
-    for path in sorted(folder.iterdir()):
+    for path in _entries(folder):
         match = _HIDDEN.fullmatch(path.name)
         if match and path.is_dir() and not path.is_symlink():
             found.append(Hidden(path, int(match[1]), match[2]))
@@ -92,10 +99,10 @@ def hidden_folders(folder: Path) -> list[Hidden]:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Folders named as checkpoints, oldest step first, whether they are valid or not."""
+    """Folders named as checkpoints, oldest step first, whether they are valid or not. Raises CheckpointError."""
     if not folder.is_dir():
         return []
-    steps = {int(m[1]): p for p in folder.iterdir() if (m := _STEP.fullmatch(p.name)) and p.is_dir()}
+    steps = {int(m[1]): p for p in _entries(folder) if (m := _STEP.fullmatch(p.name)) and p.is_dir()}
     for hidden in hidden_folders(folder):
         if hidden.state == "replaced":
             steps.setdefault(hidden.step, hidden.path)
@@ -108,7 +115,7 @@ def looks_like(path: Path) -> str:
         return "it does not exist"
     if not path.is_dir():
         return "it is a file, not a folder"
-    names = {p.name for p in path.iterdir()}
+    names = {p.name for p in _entries(path)}
     if ".metadata" in names:
         return "it is a torch distributed checkpoint (DCP) folder, not one written by this package"
     if any(n.endswith("_optim_states.pt") for n in names) or any(n.startswith("global_step") for n in names):

@@ -10,21 +10,21 @@ import xxhash
 
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES, checksum_of
-from qwen_edit_zero.checkpoints.manifest import Manifest, StoredRange, load_manifest
+from qwen_edit_zero.checkpoints.manifest import ManifestHead, StoredRange, load_head, load_manifest
 from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE
 from qwen_edit_zero.errors import CheckpointError
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
-def check_checkpoint(path: Path) -> Manifest:
-    """The manifest, if the checkpoint is whole as far as can be told without reading its data.
+def check_checkpoint(path: Path) -> ManifestHead:
+    """The manifest's head, if the checkpoint is whole as far as can be told without reading its data.
 
-    That is: the manifest is undamaged and of a known version, the folder's name is its step, every element of every
-    tensor has its place, and each file is there, with its size, and belongs to the same save.
+    That is: the manifest is undamaged and of a known version, the folder's name is its step, and each file is there,
+    with its size, and belongs to the same save.
     Raises CheckpointError with the reason.
     """
-    manifest = load_manifest(path)
+    manifest = load_head(path)
     named = layout.step_of(path)
     if named is not None and named != manifest.step:
         raise CheckpointError(f"{path} is named as step {named}, but its manifest is of step {manifest.step}")
@@ -120,7 +120,7 @@ def verify_checkpoint(
 
     Raises CheckpointError if the manifest itself cannot be used.
     """
-    manifest = load_manifest(path)
+    manifest = load_head(path)
     index, count = share
     mine = [(i, f) for i, f in enumerate(manifest.files) if i % count == index]
     total, done = sum(f.size for _, f in mine), 0
@@ -131,7 +131,7 @@ def verify_checkpoint(
             if size != record.size:
                 faults.append(Fault(record.name, f"it has {size} bytes instead of {record.size}"))
             elif checksum_of(path / record.name) != record.xxh3_64:
-                faults.append(Fault(record.name, f"it is damaged: {_damage(path, manifest, number)}"))
+                faults.append(Fault(record.name, f"it is damaged: {_damage(path, number)}"))
         except FileNotFoundError:
             faults.append(Fault(record.name, "it is missing"))
         except OSError as error:
@@ -146,9 +146,9 @@ def verify_checkpoint(
     return tuple(faults)
 
 
-def _damage(path: Path, manifest: Manifest, number: int) -> str:
+def _damage(path: Path, number: int) -> str:
     """Which tensors of a damaged file are affected."""
-    bad = []
+    manifest, bad = load_manifest(path), []
     with (path / manifest.files[number].name).open("rb") as file:
         for tensor in manifest.tensors:
             for item in tensor.ranges:
