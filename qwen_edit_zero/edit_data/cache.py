@@ -155,7 +155,10 @@ class _BadEntryError(Exception):
 
 
 def _encode(sample: CachedSample) -> bytes:
-    tensors = {name: t.detach().cpu().contiguous() for name, t in sample.tensors().items()}
+    # Cloned, because safetensors refuses tensors that share memory, as those of a picture given twice may.
+    tensors = {
+        name: t.detach().to("cpu").clone(memory_format=torch.contiguous_format) for name, t in sample.tensors().items()
+    }
     data: bytes = safetensors.torch.save(tensors, {"xxh3_128": _checksum(tensors)})
     return data
 

@@ -45,6 +45,13 @@ def test_a_view_of_a_larger_tensor_is_stored_alone(cache: ConditioningCache) -> 
     assert cache.path("ab" * 16).stat().st_size < 10_000
 
 
+def test_tensors_that_share_memory_are_stored_each(cache: ConditioningCache) -> None:
+    latent = torch.randn(16, 4, 4)
+    sample = CachedSample(latent, (latent, latent), torch.randn(8, 5).T)
+    cache.put("ab" * 16, sample)
+    assert equal(cache.get("ab" * 16), sample)
+
+
 @pytest.mark.parametrize("damage", ["cut", "empty", "flip", "header", "garbage"])
 def test_damage_is_found_deleted_and_never_returned(cache: ConditioningCache, damage: str) -> None:
     key = "cd" * 16

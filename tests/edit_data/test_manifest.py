@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen_edit_zero.edit_data.manifest import Manifest, dataset_fingerprint, read_manifest
+from qwen_edit_zero.edit_data.manifest import Manifest, Refusal, dataset_fingerprint, read_manifest, refuse_or_raise
 from qwen_edit_zero.errors import DataError
 from tests.edit_data.builders import CASES, needs_cases, row, save, write_manifest
 
@@ -265,3 +265,13 @@ def test_the_fingerprint_follows_rows_order_and_buckets_but_not_the_place(tmp_pa
     assert fingerprint(tmp_path / "a", [rows[0], {**rows[1], "instruction": "y"}]) != same
     assert fingerprint(tmp_path / "a", [rows[0], {**rows[1], "weight": 2}]) != same
     assert fingerprint(tmp_path / "a", rows, (1, 2)) != fingerprint(tmp_path / "a", rows, (1, 1))
+
+
+def test_rows_refused_later_stop_the_run_unless_they_are_skipped_and_others_are_left(tmp_path: Path) -> None:
+    refused = [Refusal(7, "a7", "picture x: it is a folder")]
+    with pytest.raises(DataError, match=r"1 row cannot be used\n  line 7 \(\"a7\"\): picture x"):
+        refuse_or_raise(refused, left=10, path=tmp_path, on_error="stop")
+    refuse_or_raise(refused, left=10, path=tmp_path, on_error="skip")
+    with pytest.raises(DataError, match="no row can be used"):
+        refuse_or_raise(refused, left=0, path=tmp_path, on_error="skip")
+    refuse_or_raise([], left=10, path=tmp_path, on_error="stop")
