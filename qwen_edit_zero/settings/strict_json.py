@@ -49,6 +49,10 @@ class _Parser:
     def fail(self, what: str) -> SettingsError:
         return SettingsError(f"{self.place()}: {what}")
 
+    def found(self) -> str:
+        """What stands here, for a message."""
+        return f"{self.text[self.at : self.at + 10]!r} follows" if self.at < len(self.text) else "the file ends"
+
     def skip(self) -> str:
         """Go to the next character that matters and return it; "" at the end."""
         match = _BLANK.match(self.text, self.at)
@@ -91,9 +95,7 @@ class _Parser:
             raise self.fail(f"{match[0]} is not a JSON value{hint or '; texts stand in double quotes'}")
         if char in ("}", "]"):
             raise self.fail(f"a value is missing before {char!r} (JSON has no comma after the last one)")
-        raise self.fail(
-            f"a value was expected, but {self.text[self.at : self.at + 10]!r} follows" if char else "it ends"
-        )
+        raise self.fail(f"a value was expected, but {self.found()}")
 
     def string(self) -> str:
         try:
@@ -124,9 +126,7 @@ class _Parser:
             char = self.skip()
             if char != '"':
                 hint = " (JSON has no comma after the last one)" if char == "}" else ""
-                raise self.fail(
-                    f"a key in double quotes was expected, but {char!r} follows{hint}" if char else "it ends"
-                )
+                raise self.fail(f"a key in double quotes was expected, but {self.found()}{hint}")
             place = self.place()
             key = self.string()
             if key in values:
@@ -144,7 +144,6 @@ class _Parser:
         """Step over the closing bracket or the comma; True if it was the bracket."""
         char = self.skip()
         if char not in (closing, ",") or not char:
-            found = f"{self.text[self.at : self.at + 10]!r} follows" if char else "it ends"
-            raise self.fail(f"',' or '{closing}' was expected, but {found}")
+            raise self.fail(f"',' or '{closing}' was expected, but {self.found()}")
         self.at += 1
         return char == closing

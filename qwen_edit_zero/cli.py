@@ -1,0 +1,91 @@
+"""`qwen-edit-zero VERB`: a thin function a verb."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+
+from qwen_edit_zero import train as train_script
+from qwen_edit_zero.cluster.failure import run_guarded
+from qwen_edit_zero.settings.command_line import Parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["train"]:
+        return train_script.main(given[1:], prog="qwen-edit-zero train")
+    return run_guarded(lambda: _run(given))
+
+
+def _run(given: list[str]) -> int:
+    parsed = _parser().parse_args(given)
+    status: int = parsed.verb(parsed)
+    return status
+
+
+def _parser() -> ArgumentParser:
+    parser = Parser(prog="qwen-edit-zero", description="Train Qwen-Image-Edit, and work with what a run leaves behind.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    verbs.add_parser("train", help="train; see qwen-edit-zero train --help", add_help=False)
+    verb = verbs.add_parser("consolidate", help="turn a checkpoint into a model folder that diffusers loads")
+    verb.add_argument("checkpoint", type=Path, help="a folder such as RUN/checkpoints/step-00000200")
+    verb.add_argument("out", type=Path, help="the folder to write")
+    verb.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (default bf16)")
+    verb.add_argument("--base", type=Path, metavar="MODEL", help="the model folder, if it has moved since the run")
+    verb.set_defaults(verb=_consolidate)
+    verb = verbs.add_parser("report", help="draw the contact sheet and the loss plot of a run")
+    verb.add_argument("run", type=Path, help="the folder of a run, such as runs/demo")
+    verb.set_defaults(verb=_report)
+    hostfile = verbs.add_parser("hostfile", help="check hostfiles").add_subparsers(required=True, metavar="VERB")
+    verb = hostfile.add_parser("check", help="say in plain words what a hostfile means")
+    verb.add_argument("file", type=Path, help="a hostfile such as hostfiles/8node")
+    verb.add_argument("--include", default="", metavar="HOST:ID,..@..", help="as deepspeed's")
+    verb.add_argument("--exclude", default="", metavar="HOST:ID,..@..", help="as deepspeed's")
+    verb.add_argument("--reach", action="store_true", help="also try ssh to every host")
+    verb.set_defaults(verb=_check_hostfile)
+    return parser
+
+
+def _consolidate(parsed: Namespace) -> int:
+    from qwen_edit_zero.checkpoints.consolidate import consolidate
+
+    written = consolidate(
+        parsed.checkpoint, parsed.out, dtype=parsed.dtype, base_model=parsed.base, progress=sys.stderr.isatty()
+    )
+    print(f"written: {written}")
+    return 0
+
+
+def _report(parsed: Namespace) -> int:
+    from qwen_edit_zero.training.report import write_report
+
+    for path in write_report(parsed.run):
+        print(f"written: {path}")
+    return 0
+
+
+def _check_hostfile(parsed: Namespace) -> int:
+    from qwen_edit_zero.cluster.hostfile import filter_hosts, parse_hostfile
+    from qwen_edit_zero.cluster.reach import unreachable
+
+    hosts = parse_hostfile(parsed.file)
+    slots = filter_hosts(hosts, include=parsed.include, exclude=parsed.exclude)
+    rank = 0
+    for name, ids in slots.items():
+        print(f"{name}: ranks {rank}-{rank + len(ids) - 1} on slots {', '.join(map(str, ids))}")
+        rank += len(ids)
+    print(f"{len(slots)} nodes, {rank} ranks; rank 0 is on {next(iter(slots))}")
+    if not parsed.reach:
+        return 0
+    reasons = unreachable([host for host in hosts if host.name in slots])
+    for name, reason in reasons.items():
+        print(f"{name} cannot be reached: {reason}")
+    print(f"{len(slots) - len(reasons)} of {len(slots)} nodes can be reached by ssh without a password")
+    return 1 if reasons else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Network interfaces of this machine, and the address by which others reach it."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def interface_addresses() -> dict[str, str]:
+    """The IPv4 address of every interface that has one, loopback included."""
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine's loopback: by name, by address, or because its name resolves to one."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
+    except (OSError, ValueError):
+        return host == "localhost"
+
+
+def own_address() -> str:
+    """An address of this machine that other machines can use; 127.0.0.1 if it has no other."""
+    try:
+        named = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        named = "127.0.0.1"
+    if not ipaddress.ip_address(named).is_loopback:
+        return named
+    others = [a for a in interface_addresses().values() if not ipaddress.ip_address(a).is_loopback]
+    return others[0] if others else named
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface through which this machine reaches `host`; None if it has no route or the interface is loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # UDP: chooses a route, sends nothing
+        except OSError:
+            return None
+        source = probe.getsockname()[0]
+    names = [name for name, address in interface_addresses().items() if address == source]
+    return names[0] if names and not ipaddress.ip_address(source).is_loopback else None
+
+
+def name_resolves_to_loopback() -> bool:
+    """Whether this machine's own name is unknown or stands for loopback: gloo would then bind where nobody reaches."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(socket.gethostname())).is_loopback
+    except OSError:
+        return True

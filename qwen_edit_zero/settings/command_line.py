@@ -1,0 +1,95 @@
+"""The arguments of a training command, the same for `train.py` and `qwen-edit-zero train`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from qwen_edit_zero.errors import SettingsError
+from qwen_edit_zero.settings.names import nearest
+from qwen_edit_zero.settings.overrides import is_override
+
+_EPILOG = """\
+settings:
+  section.key=value, such as batch.global_size=64 optimizer.lr=1e-5 model.lora.rank=16 precision=fp16;
+  docs/settings.md lists all of them, and --print-settings shows each with its value and where that comes from.
+
+examples:
+  deepspeed --hostfile hostfiles/8node qwen_edit_zero/train.py --ds ds_configs/zero2.json
+  torchrun --nproc_per_node 8 qwen_edit_zero/train.py recipes/full_finetune.yaml --engine fsdp2
+"""
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """A parsed training command. `local_rank` is what some launchers add; `resume` is auto, none or a path."""
+
+    recipe: Path | None
+    ds: Path | None
+    engine: str | None
+    resume: str
+    fast_dev_run: bool
+    print_settings: bool
+    overrides: tuple[str, ...]
+    local_rank: int | None
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose mistakes are SettingsErrors, so that one rank speaks for all."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise SettingsError with `message`."""
+        raise SettingsError(f"{message}; see {self.prog} --help")
+
+
+def train_parser(prog: str) -> Parser:
+    """The parser of training commands."""
+    parser = Parser(
+        prog=prog,
+        description="Train Qwen-Image-Edit. Without a recipe: the demo, a tiny model on demo pictures.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", metavar="RECIPE.yaml | section.key=value", help="one recipe; any settings")
+    parser.add_argument("--ds", type=Path, metavar="FILE.json", help="train with DeepSpeed and this configuration")
+    parser.add_argument("--engine", choices=("ddp", "fsdp2", "deepspeed"), help="the parallel engine")
+    parser.add_argument(
+        "--resume", default=None, metavar="auto|none|PATH", help="the checkpoint to go on from (auto: the newest)"
+    )
+    parser.add_argument("--fast-dev-run", action="store_true", help="two steps, one checkpoint, one picture")
+    parser.add_argument("--print-settings", action="store_true", help="print all settings and their sources, and end")
+    parser.add_argument("--local_rank", "--local-rank", type=int, dest="local_rank", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_train_arguments(arguments: Sequence[str], *, prog: str = "train.py") -> TrainArguments:
+    """Parse a training command. Raises SettingsError for anything that is not part of one."""
+    parser = train_parser(prog)
+    known, rest = parser.parse_known_intermixed_args(arguments)
+    if rest:
+        options = [name for action in parser._actions for name in action.option_strings]
+        near = nearest(rest[0].split("=")[0], options)
+        key = rest[0].lstrip("-").split("=")[0]
+        hint = f"; did you mean {near}?" if near else f"; settings are given without dashes: {key}=value"
+        raise SettingsError(f"unknown option {rest[0]}{hint}")
+    overrides = tuple(word for word in known.words if is_override(word))
+    recipes = [word for word in known.words if not is_override(word)]
+    if len(recipes) > 1:
+        raise SettingsError(
+            f"{' and '.join(recipes)} are given; one recipe is used, the rest must be section.key=value"
+        )
+    resume = known.resume or ("none" if known.fast_dev_run else "auto")
+    return TrainArguments(
+        recipe=Path(recipes[0]) if recipes else None,
+        ds=known.ds,
+        engine=known.engine,
+        resume=resume,
+        fast_dev_run=known.fast_dev_run,
+        print_settings=known.print_settings,
+        overrides=overrides,
+        local_rank=known.local_rank,
+    )

@@ -1,0 +1,61 @@
+"""The script that launchers start: parse, check, train.
+
+Run as a file, Python looks for modules in this folder first, where names such as `settings` would be found instead of
+others' packages; so the folder above takes its place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+if __name__ == "__main__":
+    _here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [os.path.dirname(_here)] + [p for p in sys.path if os.path.abspath(p or ".") != _here]
+
+from qwen_edit_zero.cluster.failure import run_guarded
+from qwen_edit_zero.cluster.identity import discover, guess_ranks
+from qwen_edit_zero.settings.command_line import parse_train_arguments, train_parser
+
+
+def main(arguments: Sequence[str] | None = None, *, prog: str = "train.py") -> int:
+    """Run a training command and return its exit status; errors end this process and all other ranks."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    return run_guarded(lambda: _run(given, prog))
+
+
+def _run(given: list[str], prog: str) -> int:
+    speaks = not guess_ranks()[0]  # rank 0, or the only process
+    if {"-h", "--help"} & set(given):
+        if speaks:
+            print(train_parser(prog).format_help(), end="")
+        return 0
+    arguments = parse_train_arguments(given, prog=prog)
+    identity = discover(local_rank_argument=arguments.local_rank)
+
+    from qwen_edit_zero.settings.load import load_settings
+
+    loaded = load_settings(
+        arguments.recipe,
+        overrides=arguments.overrides,
+        ds=arguments.ds,
+        engine=arguments.engine,
+        fast_dev_run=arguments.fast_dev_run,
+        world_size=None if arguments.print_settings and identity.launcher == "single" else identity.world_size,
+    )
+    if arguments.print_settings:
+        from qwen_edit_zero.settings.render import settings_yaml
+
+        if speaks:
+            print(settings_yaml(loaded), end="")
+        return 0
+
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is told in words, not as a C++ stack
+    from qwen_edit_zero.training.run import train  # imports torch: everything cheap has been checked before
+
+    return train(loaded, identity, arguments.resume)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
