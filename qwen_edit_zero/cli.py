@@ -31,10 +31,19 @@ def _parser() -> ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     verbs.add_parser("train", help="train; see qwen-edit-zero train --help", add_help=False)
     verb = verbs.add_parser("consolidate", help="turn a checkpoint into a model folder that diffusers loads")
-    verb.add_argument("checkpoint", type=Path, help="a folder such as RUN/checkpoints/step-00000200")
+    verb.add_argument(
+        "checkpoint", type=Path, help="a folder such as RUN/checkpoints/step-00000200, or RUN: its newest"
+    )
     verb.add_argument("out", type=Path, help="the folder to write")
     verb.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (default bf16)")
     verb.add_argument("--base", type=Path, metavar="MODEL", help="the model folder, if it has moved since the run")
+    verb.add_argument(
+        "--components",
+        choices=("link", "copy", "none"),
+        default="link",
+        help="text encoder, VAE ...: hard links to the base model's files (default), copies, or left out",
+    )
+    verb.add_argument("--overwrite", action="store_true", help="replace OUT if this command wrote it before")
     verb.set_defaults(verb=_consolidate)
     verb = verbs.add_parser("report", help="draw the contact sheet and the loss plot of a run")
     verb.add_argument("run", type=Path, help="the folder of a run, such as runs/demo")
@@ -51,12 +60,25 @@ def _parser() -> ArgumentParser:
 
 def _consolidate(parsed: Namespace) -> int:
     from qwen_edit_zero.checkpoints.consolidate import consolidate
+    from qwen_edit_zero.edit_model.folder import open_model_folder
 
     written = consolidate(
-        parsed.checkpoint, parsed.out, dtype=parsed.dtype, base_model=parsed.base, progress=sys.stderr.isatty()
+        parsed.checkpoint,
+        parsed.out,
+        dtype=parsed.dtype,
+        open_model=open_model_folder,
+        base_model=parsed.base,
+        components=parsed.components,
+        overwrite=parsed.overwrite,
+        progress=_show_bytes if sys.stderr.isatty() else None,
     )
     print(f"written: {written}")
     return 0
+
+
+def _show_bytes(done: int, total: int) -> None:
+    end = "\n" if done == total else ""
+    print(f"\r{done / 1e9:.1f} of {total / 1e9:.1f} GB", end=end, file=sys.stderr, flush=True)
 
 
 def _report(parsed: Namespace) -> int:
@@ -75,9 +97,9 @@ def _check_hostfile(parsed: Namespace) -> int:
     slots = filter_hosts(hosts, include=parsed.include, exclude=parsed.exclude)
     rank = 0
     for name, ids in slots.items():
-        print(f"{name}: ranks {rank}-{rank + len(ids) - 1} on slots {', '.join(map(str, ids))}")
+        print(f"{name}: ranks {rank}-{rank + len(ids) - 1} on slots {','.join(map(str, ids))}")
         rank += len(ids)
-    print(f"{len(slots)} nodes, {rank} ranks; rank 0 is on {next(iter(slots))}")
+    print(f"{len(slots)} node{'s' if len(slots) > 1 else ''}, {rank} ranks; rank 0 is on {next(iter(slots))}")
     if not parsed.reach:
         return 0
     reasons = unreachable([host for host in hosts if host.name in slots])

@@ -79,9 +79,8 @@ def parse_train_arguments(arguments: Sequence[str], *, prog: str = "train.py") -
     overrides = tuple(word for word in known.words if is_override(word))
     recipes = [word for word in known.words if not is_override(word)]
     if len(recipes) > 1:
-        raise SettingsError(
-            f"{' and '.join(recipes)} are given; one recipe is used, the rest must be section.key=value"
-        )
+        names = " and ".join(recipes)
+        raise SettingsError(f"{names} are given; there is one recipe, and the rest must be section.key=value")
     resume = known.resume or ("none" if known.fast_dev_run else "auto")
     return TrainArguments(
         recipe=Path(recipes[0]) if recipes else None,
