@@ -1,0 +1,174 @@
+"""Before the transformer exists: read the data sets and have latents and embeddings of every sample in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from qwen_edit_zero.assets import demo_manifest
+from qwen_edit_zero.edit_data.buckets import Bucket, assign_buckets
+from qwen_edit_zero.edit_data.cache import CachedSample, ConditioningCache
+from qwen_edit_zero.edit_data.fill import FilledCache, fill_cache
+from qwen_edit_zero.edit_data.manifest import Sample, read_manifest, refuse_or_raise
+from qwen_edit_zero.edit_model.encoders import ConditioningEncoder
+from qwen_edit_zero.edit_model.folder import ModelFolder
+from qwen_edit_zero.settings.models import DataSettings, Settings
+from qwen_edit_zero.training.progress import Progress
+
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Samples that have a cache entry, their entries' keys and their buckets, all in the same order."""
+
+    samples: tuple[Sample, ...]
+    keys: tuple[str, ...]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out samples to picture, their entries' keys, and those of the negative prompt with the same references."""
+
+    samples: tuple[Sample, ...]
+    keys: tuple[str, ...]
+    negative_keys: tuple[str, ...]  # empty without guidance
+
+
+@dataclass(frozen=True)
+class Conditioned:
+    """Everything that training needs of the data; pictures and frozen models are not needed any more."""
+
+    cache: ConditioningCache
+    training: TrainingData
+    held_out: HeldOut
+
+
+def condition(
+    settings: Settings, folder: ModelFolder, *, cache_folder: Path, device: torch.device, rank: int, world_size: int
+) -> Conditioned:
+    """Read the manifests and fill the cache; collective. The text encoder and the VAE are loaded only if entries are
+    missing, and released before this returns. Raises DataError."""
+    data = settings.data
+    path = _manifest_path(data.manifest, "train")
+    several = folder.variant.takes_several_references
+    most = data.max_references if several else 1
+    manifest = read_manifest(path, max_references=most, on_error=data.on_error)
+    bucketed = assign_buckets(manifest.samples, vae_area=data.vae_area)
+    refuse_or_raise(bucketed.refused, left=len(bucketed.samples), path=path, on_error=data.on_error)
+    held_out = _held_out_samples(data, count=settings.sampling.count, most_references=most)
+    negative = (
+        tuple(replace(s, id=f"{s.id} (negative)", instruction=settings.sampling.negative_prompt) for s in held_out)
+        if settings.sampling.guidance > 1
+        else ()
+    )
+
+    encoder = ConditioningEncoder(
+        folder,
+        vae_area=data.vae_area,
+        condition_area=data.condition_area,
+        device=device,
+        dtype=torch.bfloat16 if device.type == "cuda" and settings.precision.mode != "fp32" else torch.float32,
+    )
+    cache = ConditioningCache(cache_folder, encoder.fingerprint)
+    try:
+        filled = _fill(bucketed.samples, cache, encoder, data, rank, world_size, "training set")
+        refuse_or_raise(filled.refused, left=len(filled.samples), path=path, on_error=data.on_error)
+        shown = _fill((*held_out, *negative), cache, encoder, data, rank, world_size, "held-out set")
+    finally:
+        encoder.close()
+    if rank == 0:
+        _report(path, len(manifest.samples), [*manifest.refused, *bucketed.refused, *filled.refused])
+    bucket_of = dict(zip((s.id for s in bucketed.samples), bucketed.buckets, strict=True))
+    key_of = dict(zip((s.id for s in shown.samples), shown.keys, strict=True))
+    kept = tuple(s for s in held_out if s.id in key_of and (not negative or f"{s.id} (negative)" in key_of))
+    return Conditioned(
+        cache,
+        TrainingData(filled.samples, filled.keys, tuple(bucket_of[s.id] for s in filled.samples)),
+        HeldOut(
+            kept,
+            tuple(key_of[s.id] for s in kept),
+            tuple(key_of[f"{s.id} (negative)"] for s in kept) if negative else (),
+        ),
+    )
+
+
+def _manifest_path(name: str, split: str) -> Path:
+    return demo_manifest("train" if split == "train" else "validation") if name == DEMO else Path(name).expanduser()
+
+
+def _held_out_samples(data: DataSettings, *, count: int, most_references: int) -> tuple[Sample, ...]:
+    """The first of every category, then the second of every category ..., `count` in all."""
+    name = data.validation or (DEMO if data.manifest == DEMO else None)
+    if name is None or count == 0:
+        return ()
+    path = _manifest_path(name, "validation")
+    samples = read_manifest(path, max_references=most_references, on_error=data.on_error).samples
+    turn: dict[str | None, int] = {}
+    order = []
+    for position, sample in enumerate(samples):
+        turn[sample.category] = turn.get(sample.category, -1) + 1
+        order.append((turn[sample.category], position))
+    return tuple(samples[position] for _, position in sorted(order)[:count])
+
+
+def _fill(
+    samples: Sequence[Sample],
+    cache: ConditioningCache,
+    encoder: ConditioningEncoder,
+    data: DataSettings,
+    rank: int,
+    world_size: int,
+    title: str,
+) -> FilledCache:
+    def encode(references: Sequence[Image.Image], instruction: str, target: Image.Image) -> CachedSample:
+        made = encoder.encode(references, instruction, target)
+        assert made.target_latent is not None
+        return CachedSample(made.target_latent, made.reference_latents, made.prompt_embeds)
+
+    progress: dict[str, Progress] = {}
+
+    def on_progress(phase: str, done: int, total: int) -> None:
+        if phase != "encode" or total == 0:
+            return
+        if phase not in progress:
+            progress[phase] = Progress(f"encoding the {title}", total, rank=rank, min_seconds=5.0)
+        if done:
+            progress[phase].advance()
+
+    try:
+        return fill_cache(
+            samples,
+            cache,
+            encode,
+            rank=rank,
+            world_size=world_size,
+            exchange=_exchange,
+            on_error=data.on_error,
+            on_progress=on_progress,
+        )
+    finally:
+        for bar in progress.values():
+            bar.close()
+
+
+def _exchange(mine: Any) -> list[Any]:
+    if not dist.is_initialized():
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _report(path: Path, rows: int, refused: Sequence[object]) -> None:
+    for refusal in refused[:10]:
+        print(f"left out of {path}: {refusal}")
+    if len(refused) > 10:
+        print(f"left out of {path}: {len(refused) - 10} more of {rows + len(refused)} rows")

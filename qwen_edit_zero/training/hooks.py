@@ -1,0 +1,42 @@
+"""What happens after optimizer steps: metrics, checkpoints, sample pictures. Each is called on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from qwen_edit_zero.training.metrics import MetricsWriter, StepMetrics
+from qwen_edit_zero.training.progress import Progress
+
+
+class MetricsHook:
+    """Rank 0's live line and metrics files."""
+
+    def __init__(self, progress: Progress, writer: MetricsWriter | None) -> None:
+        self._progress, self._writer = progress, writer
+
+    def after_step(self, metrics: StepMetrics, *, is_last: bool) -> None:
+        """Write the step's line (rank 0) and move the bar on."""
+        if self._writer is not None:
+            self._writer.write(metrics)
+        text = (
+            f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  grad {metrics.grad_norm:.3f}  "
+            f"{metrics.samples_per_second:.2f} samples/s"
+        )
+        self._progress.advance(1, text + ("  SKIPPED: gradient not finite" if metrics.skipped else ""))
+
+
+class PeriodicHook:
+    """Calls `action(metrics)` every `every` optimizer steps and after the last one."""
+
+    def __init__(
+        self, every: int | None, action: Callable[[StepMetrics], Path | None], say: Callable[[str], None]
+    ) -> None:
+        self._every, self._action, self._say = every, action, say
+
+    def after_step(self, metrics: StepMetrics, *, is_last: bool) -> None:
+        """Run the action when it is due; say where its result lies."""
+        if is_last or (self._every is not None and metrics.step % self._every == 0):
+            path = self._action(metrics)
+            if path is not None:
+                self._say(f"step {metrics.step}: wrote {path}")

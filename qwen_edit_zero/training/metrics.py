@@ -1,0 +1,116 @@
+"""Metrics of a run: one JSON object an optimizer step in `RUN/metrics.jsonl`, and TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What is recorded of one optimizer step.
+
+    Attributes:
+        step: number of optimizer steps done, this one included (1-based).
+        epoch: epoch the step's samples belong to (0-based).
+        samples_seen: samples trained on since the run began, over all ranks.
+        loss: mean over the samples of the step's global batch.
+        grad_norm: global norm before clipping; NaN or infinite if the step was skipped.
+        lr: learning rate of the step.
+        step_seconds: wall-clock time of the step, waiting for data included.
+        samples_per_second: of all ranks together.
+        data_seconds: time the step waited for data, on rank 0.
+        tflops_per_device: model FLOP (3x forward; recomputation not counted) a second and device, in 1e12.
+        memory_peak_bytes: peak device memory allocated on rank 0 (on CPU: peak resident set of the process).
+        skipped: True if the gradient was not finite and nothing was updated.
+        loss_scale: fp16 loss scale; 1 in other precisions.
+    """
+
+    step: int
+    epoch: int
+    samples_seen: int
+    loss: float
+    grad_norm: float
+    lr: float
+    step_seconds: float
+    samples_per_second: float
+    data_seconds: float
+    tflops_per_device: float
+    memory_peak_bytes: int
+    skipped: bool = False
+    loss_scale: float = 1.0
+
+
+def memory_peak_bytes(device: torch.device) -> int:
+    """Peak memory allocated on a CUDA device, or the peak resident set size of this process on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def to_json_line(metrics: StepMetrics) -> str:
+    """One line of strict JSON: what is not finite becomes null, which every JSON reader understands."""
+    values: dict[str, Any] = {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(metrics).items()
+    }
+    return json.dumps(values, allow_nan=False)
+
+
+class MetricsWriter:
+    """Appends to `RUN/metrics.jsonl` and TensorBoard's event file; used on rank 0 only.
+
+    On resuming at `first_step` (steps already done) later lines of a run that died after its last checkpoint are
+    dropped, so that every step stands in the file once.
+    """
+
+    def __init__(self, run_folder: Path, *, first_step: int, tensorboard: bool) -> None:
+        self._path = run_folder / METRICS_FILE
+        _drop_steps_after(self._path, first_step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step + 1)
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Record one step; the line is on its way to disk when this returns."""
+        self._file.write(to_json_line(metrics) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for key, value in asdict(metrics).items():
+                if key not in ("step", "skipped"):
+                    self._board.add_scalar(f"train/{key}", value, metrics.step)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _drop_steps_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            recorded = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):
+            continue  # the line a dying process was writing
+        if recorded <= step:
+            kept.append(line + "\n")
+    temporary = path.with_suffix(".jsonl.partial")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,86 @@
+"""One live line on rank 0's terminal; plain lines where the output is not a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TextIO
+
+from tqdm import tqdm
+
+
+def format_seconds(seconds: float) -> str:
+    """`83.2` -> `1:23`, `7384` -> `2:03:04`."""
+    total = max(0, round(seconds))
+    hours, rest = divmod(total, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02d}:{secs:02d}" if hours else f"{minutes}:{secs:02d}"
+
+
+class Progress:
+    """Counts `total` units of work under a title; silent on ranks other than 0.
+
+    On a terminal it is one bar, redrawn. Elsewhere it prints a line every `every` units and at the end, at most one
+    every `min_seconds` seconds, so that a log file stays readable.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        *,
+        rank: int,
+        initial: int = 0,
+        every: int = 1,
+        min_seconds: float = 0.0,
+        stream: TextIO | None = None,
+    ) -> None:
+        self._title, self._total, self._done, self._initial = title, total, initial, initial
+        self._stream = stream if stream is not None else sys.stdout
+        self._every, self._min_seconds = every, min_seconds
+        self._active = rank == 0
+        self._started = time.monotonic()
+        self._last_line = -min_seconds
+        terminal = self._active and self._stream.isatty()
+        self._bar = (
+            tqdm(total=total, initial=initial, desc=title, file=self._stream, dynamic_ncols=True, leave=True)
+            if terminal
+            else None
+        )
+
+    def advance(self, units: int = 1, text: str = "") -> None:
+        """Count `units` more as done; `text` says how it goes (loss, rate ...)."""
+        self._done += units
+        if not self._active:
+            return
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(units)
+            return
+        now = time.monotonic() - self._started
+        finished = self._done >= self._total
+        due = self._done % self._every == 0 and now - self._last_line >= self._min_seconds
+        if due or finished:
+            self._last_line = now
+            self._line(now, text)
+
+    def _line(self, elapsed: float, text: str) -> None:
+        fresh = self._done - self._initial
+        left = elapsed / fresh * (self._total - self._done) if fresh else 0.0
+        parts = [f"{self._title} {self._done}/{self._total}", text, f"left {format_seconds(left)}"]
+        print("  ".join(p for p in parts if p), file=self._stream, flush=True)
+
+    def say(self, message: str) -> None:
+        """Print a line without tearing the bar."""
+        if not self._active:
+            return
+        if self._bar is not None:
+            self._bar.write(message, file=self._stream)
+        else:
+            print(message, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,85 @@
+"""Where a run goes on: which checkpoint, whether it fits, and at which step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen_edit_zero.checkpoints.reader import CheckpointReader
+from qwen_edit_zero.checkpoints.validity import find_checkpoint, latest_checkpoint
+from qwen_edit_zero.errors import CheckpointError
+
+AUTO, NONE = "auto", "none"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must be the same for a checkpoint to be continued: it decides which samples and draws a step has.
+
+    Attributes:
+        model_fingerprint: of the base model.
+        data_fingerprint: of the training samples, their order and buckets.
+        global_size: samples of an optimizer step.
+        seed: of the run.
+        lora_rank: None for full fine-tuning.
+    """
+
+    model_fingerprint: str
+    data_fingerprint: str
+    global_size: int
+    seed: int
+    lora_rank: int | None
+
+
+_SETTING = {
+    "model_fingerprint": "model.path (another model)",
+    "data_fingerprint": "data.manifest or data.vae_area (other samples, another order or other sizes)",
+    "global_size": "batch.global_size",
+    "seed": "run.seed",
+    "lora_rank": "model.lora",
+}
+
+
+def choose_checkpoint(resume: str, checkpoints: Path, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint that `--resume` means; None to start from the base model.
+
+    `auto` takes the newest valid one of the run and says why newer ones were passed over; a path takes that one
+    (or a run's newest). Raises CheckpointError if a path leads to none.
+    """
+    if resume == NONE:
+        return None
+    found = latest_checkpoint(checkpoints) if resume == AUTO else find_checkpoint(Path(resume).expanduser())
+    for path, reason in found.passed_over:
+        say(f"passing over checkpoint {path.name}: {reason}")
+    return found.path
+
+
+def run_state(
+    identity: Identity, *, step: int, epoch: int, samples_seen: int, engine: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The counters of a checkpoint; `step` is the number of steps done and the sampler's whole state."""
+    return {
+        "step": step,
+        "epoch": epoch,
+        "samples_seen": samples_seen,
+        "identity": asdict(identity),
+        "engine": dict(engine),
+    }
+
+
+def check_identity(reader: CheckpointReader, identity: Identity) -> None:
+    """Raise CheckpointError listing what differs between the checkpoint's run and this one."""
+    saved = reader.run_state["identity"]
+    differing = [
+        f"  {_SETTING[key]}: {saved.get(key)} there, {value} here"
+        for key, value in asdict(identity).items()
+        if saved.get(key) != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{reader.path} belongs to a run that differs in what decides its samples and noise:\n"
+            + "\n".join(differing)
+            + "\nGive this run a name of its own (run.name=...), start over with --resume none, or restore the settings"
+        )

@@ -1,0 +1,235 @@
+"""A training run from settings to its last checkpoint: everything is built here, in order, and the trainer started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from qwen_edit_zero.checkpoints.manifest import LoraReference, ModelReference
+from qwen_edit_zero.checkpoints.reader import CheckpointReader
+from qwen_edit_zero.checkpoints.writer import save_checkpoint
+from qwen_edit_zero.cluster import process_group
+from qwen_edit_zero.cluster.collectives import barrier
+from qwen_edit_zero.cluster.identity import Identity as RankIdentity
+from qwen_edit_zero.edit_data.loader import BatchLoader
+from qwen_edit_zero.edit_data.manifest import dataset_fingerprint
+from qwen_edit_zero.edit_data.schedule import SampleSchedule
+from qwen_edit_zero.edit_model.attention import resolve_attention
+from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
+from qwen_edit_zero.edit_model.freezing import freeze
+from qwen_edit_zero.edit_model.initial import initial_source
+from qwen_edit_zero.edit_model.transformer import build_transformer
+from qwen_edit_zero.engines.base import ParallelEngine
+from qwen_edit_zero.engines.factory import make_engine
+from qwen_edit_zero.settings.load import LoadedSettings
+from qwen_edit_zero.settings.models import Settings
+from qwen_edit_zero.settings.render import settings_yaml
+from qwen_edit_zero.training import resume as resuming
+from qwen_edit_zero.training import run_folder
+from qwen_edit_zero.training.conditioning import Conditioned, condition
+from qwen_edit_zero.training.hooks import MetricsHook, PeriodicHook
+from qwen_edit_zero.training.lr import lr_at
+from qwen_edit_zero.training.metrics import MetricsWriter, StepMetrics
+from qwen_edit_zero.training.progress import Progress
+from qwen_edit_zero.training.samples import SamplePictures
+from qwen_edit_zero.training.task import EditTask
+from qwen_edit_zero.training.trainer import Hook, Trainer
+
+_COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def train(loaded: LoadedSettings, identity: RankIdentity, resume: str) -> int:
+    """Run training on this rank to its end; returns the exit status. Raises UserError and RunError."""
+    settings = loaded.settings
+    folder = open_model_folder(settings.model.path)  # before ranks meet: a wrong path then costs nobody a time-out
+    device = process_group.start(identity, timeout_seconds=settings.engine.timeout_seconds)
+    try:
+        return _Run(settings, settings_yaml(loaded), folder, identity, device, resume).go()
+    finally:
+        process_group.stop()
+
+
+class _Run:
+    def __init__(
+        self,
+        settings: Settings,
+        settings_text: str,
+        folder: ModelFolder,
+        rank: RankIdentity,
+        device: torch.device,
+        resume: str,
+    ) -> None:
+        self.settings, self.settings_text, self.folder = settings, settings_text, folder
+        self.rank, self.world, self.device, self.resume = rank.rank, rank.world_size, device, resume
+        self.path = run_folder.run_folder(settings)
+        self.checkpoints = self.path / run_folder.CHECKPOINTS
+
+    def say(self, message: str) -> None:
+        if self.rank == 0:
+            print(message, flush=True)
+
+    def go(self) -> int:
+        settings = self.settings
+        if self.rank == 0:
+            aside = run_folder.prepare(self.path, start_over=self.resume == resuming.NONE)
+            if aside is not None:
+                print(f"starting over: what the earlier run {settings.run.name} left is now in {aside}")
+        barrier()
+        checkpoint = resuming.choose_checkpoint(self.resume, self.checkpoints, self.say)
+        conditioned = condition(
+            settings,
+            self.folder,
+            cache_folder=settings.data.cache_dir or self.path / run_folder.CACHE,
+            device=self.device,
+            rank=self.rank,
+            world_size=self.world,
+        )
+        data = conditioned.training
+        schedule = SampleSchedule(data.buckets, seed=settings.run.seed, global_size=settings.batch.global_size)
+        total_steps = _total_steps(settings, schedule.steps_per_epoch)
+        identity = resuming.Identity(
+            model_fingerprint=self.folder.fingerprint,
+            data_fingerprint=dataset_fingerprint(data.samples, data.buckets),
+            global_size=settings.batch.global_size,
+            seed=settings.run.seed,
+            lora_rank=settings.model.lora.rank if settings.model.lora else None,
+        )
+        first, reader = 0, None
+        if checkpoint is not None:
+            reader = CheckpointReader(checkpoint)
+            resuming.check_identity(reader, identity)
+            first = reader.step
+            if first >= total_steps:
+                self.say(
+                    f"{self.path} is complete: its checkpoint {checkpoint.name} has all {total_steps} steps. For more, "
+                    "raise run.max_steps or run.epochs; for another run, set run.name; to start over, use --resume none"
+                )
+                return 0
+        engine = self._engine(reader)
+        try:
+            self._fit(engine, conditioned, schedule, identity, first, total_steps)
+        finally:
+            engine.close()
+        self.say(f"finished {total_steps} steps; everything is in {self.path}")
+        return 0
+
+    def _engine(self, reader: CheckpointReader | None) -> ParallelEngine:
+        settings = self.settings
+        engine = make_engine(settings, device=self.device)
+        attention = resolve_attention(
+            settings.model.attention,
+            device=self.device,
+            dtype=_COMPUTE_DTYPE[settings.precision.mode],
+            head_dim=int(self.folder.transformer_config["attention_head_dim"]),
+            masked=settings.batch.micro_size > 1,
+        )
+        with engine.init_context():
+            module = build_transformer(self.folder, attention=attention, lora=settings.model.lora)
+        trained = freeze(module, settings.model.freeze)
+        self.say(f"{self.folder.variant} from {self.folder.path}: {trained}")
+        engine.setup(
+            module,
+            optimizer=settings.optimizer,
+            weights=initial_source(self.folder, module, seed=settings.run.seed),
+        )
+        if reader is not None:
+            engine.load_state(reader, reader.run_state["engine"])
+            self.say(f"going on from {reader.path} (step {reader.step}, written by {reader.manifest.engine})")
+        return engine
+
+    def _fit(
+        self,
+        engine: ParallelEngine,
+        conditioned: Conditioned,
+        schedule: SampleSchedule,
+        identity: resuming.Identity,
+        first: int,
+        total_steps: int,
+    ) -> None:
+        settings, data = self.settings, conditioned.training
+        if self.rank == 0:
+            run_folder.write_settings(self.path, self.settings_text)
+        self.say(
+            f"{len(data.samples)} samples in {len(set(data.buckets))} buckets, {schedule.steps_per_epoch} steps an "
+            f"epoch; training steps {first + 1} to {total_steps} under {engine.name} on {self.world} "
+            f"{'rank' if self.world == 1 else 'ranks'} ({self.device.type}, {settings.precision.mode})"
+        )
+        progress = Progress("step", total_steps, rank=self.rank, initial=first, every=settings.run.log_every)
+        writer = (
+            MetricsWriter(self.path, first_step=first, tensorboard=settings.run.tensorboard) if self.rank == 0 else None
+        )
+        pictures = SamplePictures(engine, self.folder, conditioned, settings)
+        samples_folder = self.path / run_folder.SAMPLES
+        hooks: list[Hook] = [
+            MetricsHook(progress, writer),
+            PeriodicHook(settings.checkpoint.every, self._saver(engine, identity), progress.say),
+            PeriodicHook(
+                settings.sampling.every, lambda m: pictures.draw(samples_folder / f"step-{m.step:08d}"), progress.say
+            ),
+        ]
+        try:
+            with BatchLoader(
+                data.samples,
+                data.keys,
+                conditioned.cache,
+                schedule,
+                rank=engine.dp_rank,
+                world_size=engine.dp_size,
+                micro_size=settings.batch.micro_size,
+                pin_memory=self.device.type == "cuda",
+            ) as loader:
+                Trainer(
+                    engine,
+                    EditTask(self.folder, settings),
+                    steps=loader.steps,
+                    lr_at=lambda step: lr_at(
+                        step, peak=settings.optimizer.lr, total_steps=total_steps, schedule=settings.schedule
+                    ),
+                    sample_ids=lambda plan: [data.samples[i].id for i in plan.indices],
+                    max_skipped=settings.optimizer.max_skipped,
+                    hooks=hooks,
+                ).fit(first, total_steps, samples_seen=schedule.samples_before(first))
+        finally:
+            progress.close()
+            if writer is not None:
+                writer.close()
+
+    def _saver(self, engine: ParallelEngine, identity: resuming.Identity) -> Callable[[StepMetrics], Path]:
+        settings = self.settings
+        lora = settings.model.lora
+        model = ModelReference(
+            path=settings.model.path if settings.model.path == "tiny" else str(self.folder.path),
+            fingerprint=self.folder.fingerprint,
+            config=self.folder.transformer_config,
+            frozen=tuple(sorted(name for name, p in engine.module.named_parameters() if not p.requires_grad)),
+            lora=lora and LoraReference(rank=lora.rank, alpha=lora.alpha or lora.rank, targets=lora.targets),
+        )
+
+        def save(metrics: StepMetrics) -> Path:
+            return save_checkpoint(
+                self.checkpoints,
+                step=metrics.step,
+                ranges=engine.local_state,
+                run_state=resuming.run_state(
+                    identity,
+                    step=metrics.step,
+                    epoch=metrics.epoch,
+                    samples_seen=metrics.samples_seen,
+                    engine=engine.scalars(),
+                ),
+                settings=settings.model_dump(mode="json"),
+                model=model,
+                engine=engine.name,
+                keep=settings.checkpoint.keep,
+                backup=None if settings.checkpoint.backup is None else Path(settings.checkpoint.backup),
+            )
+
+        return save
+
+
+def _total_steps(settings: Settings, steps_per_epoch: int) -> int:
+    limits = [settings.run.max_steps, None if settings.run.epochs is None else settings.run.epochs * steps_per_epoch]
+    return min((limit for limit in limits if limit is not None), default=sys.maxsize)

@@ -1,0 +1,72 @@
+"""The folder of a run: `run.dir/run.name`, what lies in it, and what happens when it is there already.
+
+RUN/settings.yaml     resolved settings, where each value came from, versions
+RUN/metrics.jsonl     one line an optimizer step
+RUN/tensorboard/
+RUN/checkpoints/step-00000200/
+RUN/samples/step-00000200/
+RUN/cache/            latents and embeddings, unless data.cache_dir says otherwise
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from qwen_edit_zero.errors import SettingsError
+from qwen_edit_zero.settings.models import Settings
+
+CHECKPOINTS, SAMPLES, CACHE, SETTINGS_FILE = "checkpoints", "samples", "cache", "settings.yaml"
+_KEPT_ON_RESTART = {CACHE}  # keyed by content, so as right for the new run as for the old one
+_VERSIONS = ("qwen-edit-zero", "torch", "deepspeed", "diffusers", "transformers", "peft", "safetensors", "numpy")
+
+
+def run_folder(settings: Settings) -> Path:
+    """Absolute path of the run's folder."""
+    return (settings.run.dir / settings.run.name).expanduser().absolute()
+
+
+def prepare(folder: Path, *, start_over: bool) -> Path | None:
+    """Make the run folder; with `start_over` move what an earlier run of this name left to a folder beside it.
+
+    Returns that folder, or None if there was nothing to move. For rank 0 only. Raises SettingsError.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "Permission denied", str(folder))
+        leftovers = [p for p in folder.iterdir() if p.name not in _KEPT_ON_RESTART] if start_over else []
+        if not leftovers:
+            return None
+        aside = folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}")
+        aside.mkdir()
+        for path in leftovers:
+            path.rename(aside / path.name)
+        return aside
+    except OSError as error:
+        raise SettingsError(
+            f"the run folder {folder} cannot be prepared: {error.strerror or error}. Choose another with "
+            "run.dir=FOLDER, or make it writable"
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages on which results depend."""
+    found = {"python": platform.python_version()}
+    for package in _VERSIONS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def write_settings(folder: Path, text: str) -> None:
+    """Write `settings.yaml`: the resolved settings as printed by `--print-settings`, then the versions."""
+    lines = [text.rstrip("\n"), "", "# versions"] + [f"#   {name}: {value}" for name, value in versions().items()]
+    temporary = folder / f".{SETTINGS_FILE}.partial"
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    os.replace(temporary, folder / SETTINGS_FILE)
