@@ -31,6 +31,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_this_machine(host: str) -> bool:
+    """Whether `host` is a name or an IPv4 address of this machine."""
+    try:
+        address = socket.gethostbyname(host)
+    except OSError:
+        return host in ("localhost", socket.gethostname())
+    return ipaddress.ip_address(address).is_loopback or address in interface_addresses().values()
+
+
 def own_address() -> str:
     """An address of this machine that other machines can use; 127.0.0.1 if it has no other."""
     try:

@@ -9,18 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from qwen_edit_zero.cluster.hostfile import Host
 from qwen_edit_zero.errors import ClusterError
 
-_LOCAL = {"localhost", "127.0.0.1"}
 
-
-def unreachable(hosts: Sequence[Host], *, timeout_seconds: int = 5) -> dict[str, str]:
+def unreachable(hosts: Sequence[Host], *, port: int | None = None, timeout_seconds: int = 5) -> dict[str, str]:
     """Return the hosts on which `ssh HOST true` fails, with ssh's reason. All are tried at once.
 
-    Raises ClusterError if there is no ssh on this machine.
+    `port` is ssh's; None: as ssh is configured. Raises ClusterError if there is no ssh on this machine.
     """
 
     def reason(host: Host) -> str:
         target = f"{host.user}@{host.name}" if host.user else host.name
         command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={timeout_seconds}", target, "true"]
+        if port is not None:
+            command[1:1] = ["-p", str(port)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=3 * timeout_seconds, check=False)
         except FileNotFoundError:
@@ -30,7 +30,6 @@ def unreachable(hosts: Sequence[Host], *, timeout_seconds: int = 5) -> dict[str,
         lines = [line for line in done.stderr.strip().splitlines() if line]
         return "" if done.returncode == 0 else (lines[-1] if lines else f"ssh ended with status {done.returncode}")
 
-    remote = [host for host in hosts if host.name not in _LOCAL]
     with ThreadPoolExecutor(max_workers=64) as pool:
-        reasons = list(pool.map(reason, remote))
-    return {host.name: text for host, text in zip(remote, reasons, strict=True) if text}
+        reasons = list(pool.map(reason, hosts))
+    return {host.name: text for host, text in zip(hosts, reasons, strict=True) if text}

@@ -6,6 +6,7 @@ Later wins: defaults, numbers of the DeepSpeed JSON, recipe, `--fast-dev-run`, o
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ def load_settings(
             if not stated.has(claim.setting):
                 stated.put(claim.setting, claim.value, claim.place)
     if recipe is None:
-        _grow_demo_batch(stated, said, world_size)
+        _fit_demo_batch(stated, said, world_size)
     settings, sources = _validated(stated)
     problems = deepspeed_config.contradictions(claims, settings, sources)
     problems += cross_field_problems(settings, sources)
@@ -162,15 +163,23 @@ def _deepspeed_json(stated: Layer, ds: Path | None) -> Layer | None:
     return read_json(find_file(given, kind="the DeepSpeed JSON", folder="ds_configs"), shown=str(given))
 
 
-def _grow_demo_batch(stated: Layer, said: Layer, world_size: int | None) -> None:
-    """Where no recipe is named and there are more ranks than the demo has samples a step, each rank gets one micro."""
+def _fit_demo_batch(stated: Layer, said: Layer, world_size: int | None) -> None:
+    """Where no recipe is named, split the demo's batch over the ranks: smaller micros, and at least a sample a rank.
+
+    A number of ranks that does not divide the batch stays a mistake, and so does what the command line says itself.
+    """
     total, micro = ("batch", "global_size"), ("batch", "micro_size")
-    if world_size is None or said.has(total) or not stated.has(total):
+    if world_size is None or said.has(total) or said.has(micro) or not (stated.has(total) and stated.has(micro)):
         return
-    size, each = stated.get(total), stated.get(micro) if stated.has(micro) else 1
-    if isinstance(size, int) and isinstance(each, int) and each > 0 and size < each * world_size:
-        place = f"{stated.place(total)}, raised from {size} for {world_size} ranks"
-        stated.put(total, each * world_size, place)
+    size, each = stated.get(total), stated.get(micro)
+    if type(size) is not int or type(each) is not int or size < 1 or each < 1:
+        return
+    if world_size > size:
+        stated.put(total, world_size, f"{stated.place(total)}, raised from {size} for {world_size} ranks")
+        size = world_size
+    if size % world_size == 0 and size // world_size % each:
+        fitting = math.gcd(size // world_size, each)
+        stated.put(micro, fitting, f"{stated.place(micro)}, lowered from {each} for {world_size} ranks")
 
 
 def _field_problems(stated: Layer) -> list[str]:

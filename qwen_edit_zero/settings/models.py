@@ -34,7 +34,7 @@ class LoraSettings(Section):
 
     rank: Positive = 32  # rank of the two factors of every adapter
     alpha: Positive | None = None  # scale of the adapters, times 1 / rank; None: equal to rank
-    targets: tuple[str, ...] = (
+    targets: tuple[str, ...] = (  # endings of the names of modules that get an adapter
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
         "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
@@ -75,6 +75,7 @@ class OptimizerSettings(Section):
     """AdamW and gradient clipping."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-5  # peak learning rate
+    # decay of the running means of the gradient and of its square
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8  # added to the root of the second moment
     weight_decay: Annotated[float, Field(ge=0)] = 0.01  # decoupled, times the learning rate
