@@ -5,7 +5,11 @@ from __future__ import annotations
 import difflib
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.attention_dispatch import (
+    AttentionBackendName,
+    _check_attention_backend_requirements,
+    dispatch_attention_fn,
+)
 
 from qwen_edit_zero.errors import SettingsError
 
@@ -36,8 +40,8 @@ def resolve_attention(name: str, *, device: torch.device, dtype: torch.dtype, he
         )
     if name.endswith("_hub"):
         raise SettingsError(
-            f"model.attention: {name!r} downloads its kernels while running, which is not done here; install the package "
-            f"and use {name.removesuffix('_hub').lstrip('_')!r}, or use auto"
+            f"model.attention: {name!r} downloads its kernels while running, which is not done here; install the "
+            f"package and use {name.removesuffix('_hub').lstrip('_')!r}, or use auto"
         )
     try:
         problem = _trial(name, device, dtype, head_dim, masked)
@@ -50,6 +54,7 @@ def resolve_attention(name: str, *, device: torch.device, dtype: torch.dtype, he
 
 
 def _trial(name: str, device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> str | None:
+    _check_attention_backend_requirements(AttentionBackendName(name))
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(2, 64, 2, head_dim, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)

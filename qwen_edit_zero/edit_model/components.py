@@ -1,9 +1,10 @@
-"""Loading the frozen components with the libraries' own classes: from local safetensors only, never half-initialised."""
+"""Loading the frozen components with the libraries' own classes: from local safetensors only, never half-loaded."""
 
 from __future__ import annotations
 
 import gc
-import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,9 +24,8 @@ from qwen_edit_zero.edit_model.folder import ModelFolder, Variant
 from qwen_edit_zero.errors import ModelFolderError
 
 
-
 class PictureProcessor(Qwen2VLProcessor):  # type: ignore[misc]
-    """Qwen2VLProcessor without its video half, which image editing never uses and which cannot load without torchvision."""
+    """Qwen2VLProcessor without its video half, never used here, which cannot load without torchvision."""
 
     def __init__(
         self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **kwargs: Any
@@ -48,12 +48,9 @@ def load_tokenizer(folder: ModelFolder) -> Qwen2Tokenizer:
 
 def load_processor(folder: ModelFolder) -> PictureProcessor:
     """The picture and text processor; pictures go through torchvision where it is installed, else through PIL."""
-    previous = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it warns when falling back to PIL, which is meant
-    try:
-        return PictureProcessor.from_pretrained(folder.path / "processor", local_files_only=True)
-    finally:
-        transformers_logging.set_verbosity(previous)
+    with _quiet():
+        processor: PictureProcessor = PictureProcessor.from_pretrained(folder.path / "processor", local_files_only=True)
+    return processor
 
 
 def load_scheduler(folder: ModelFolder) -> FlowMatchEulerDiscreteScheduler:
@@ -65,10 +62,14 @@ def load_vae(
     folder: ModelFolder, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> AutoencoderKLQwenImage:
     """The frozen VAE, in eval mode."""
-    _quiet()
-    vae, info = AutoencoderKLQwenImage.from_pretrained(
-        folder.path / "vae", torch_dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-    )
+    with _quiet():
+        vae, info = AutoencoderKLQwenImage.from_pretrained(
+            folder.path / "vae",
+            torch_dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     _refuse_incomplete(folder, "vae", info)
     return vae.to(device).eval().requires_grad_(False)
 
@@ -77,16 +78,16 @@ def load_text_encoder(
     folder: ModelFolder, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Qwen2_5_VLForConditionalGeneration:
     """The frozen vision-language model, in eval mode, read straight onto `device`."""
-    _quiet()
     device = torch.device(device)
-    encoder, info = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        folder.path / "text_encoder",
-        dtype=dtype,
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-        device_map=None if device.type == "cpu" else {"": device},
-    )
+    with _quiet():
+        encoder, info = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            folder.path / "text_encoder",
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            device_map=None if device.type == "cpu" else {"": device},
+        )
     _refuse_incomplete(folder, "text_encoder", info)
     return encoder.eval().requires_grad_(False)
 
@@ -119,8 +120,8 @@ def load_pipeline(
         if found != pipeline.prompt_template_encode_start_idx:
             raise ModelFolderError(
                 f"{folder.path / name}: this tokenizer makes {found} tokens of the prompt template's prefix, but the "
-                f"model expects {pipeline.prompt_template_encode_start_idx}. It is not the tokenizer of Qwen-Image-Edit; "
-                "download that folder again"
+                f"model expects {pipeline.prompt_template_encode_start_idx}. It is not the tokenizer of "
+                "Qwen-Image-Edit; download that folder again"
             )
     return pipeline
 
@@ -143,12 +144,23 @@ def _refuse_incomplete(folder: ModelFolder, component: str, info: dict[str, Any]
     if missing or misshapen:
         wrong = ", ".join((missing + misshapen)[:4])
         raise ModelFolderError(
-            f"{folder.path / component}: weights and config.json do not fit each other; {len(missing)} tensors are missing "
-            f"and {len(misshapen)} have another shape: {wrong}. They would be random; download this component again"
+            f"{folder.path / component}: weights and config.json do not fit each other; {len(missing)} tensors are "
+            f"missing and {len(misshapen)} have another shape: {wrong}. They would be random; download it again"
         )
 
 
-def _quiet() -> None:
-    transformers_logging.disable_progress_bar()
-    diffusers_logging.disable_progress_bar()
-    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the libraries' progress bars and remarks, of which each rank would print its own; errors still raise."""
+    loggers = (transformers_logging, diffusers_logging)
+    before = [(logger.get_verbosity(), logger.is_progress_bar_enabled()) for logger in loggers]
+    for logger in loggers:
+        logger.set_verbosity_error()
+        logger.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for logger, (verbosity, bars) in zip(loggers, before, strict=True):
+            logger.set_verbosity(verbosity)
+            if bars:
+                logger.enable_progress_bar()

@@ -81,8 +81,8 @@ class ConditioningEncoder:
         assert mask is None, "a single prompt needs no padding"
         if not torch.isfinite(prompt_embeds).all():
             raise DataError(
-                f"the text encoder gave non-finite values for {instruction[:60]!r} in {self.dtype}: it overflows in fp16. "
-                "Use precision bf16 or fp32"
+                f"the text encoder gave non-finite values for {instruction[:60]!r} in {self.dtype}: it overflows in "
+                "fp16. Use precision bf16 or fp32"
             )
         return Conditioning(
             prompt_embeds=prompt_embeds[0].cpu(),
@@ -107,12 +107,13 @@ class ConditioningEncoder:
     def _for_vision(self, pipeline: DiffusionPipeline, picture: Image.Image) -> Image.Image:
         area = self.vae_area if self.folder.variant is Variant.EDIT else self.condition_area
         width, height = size_at_area(picture.size, area)
-        return pipeline.image_processor.resize(picture, height, width)
+        resized: Image.Image = pipeline.image_processor.resize(picture, height, width)
+        return resized
 
     def _latent(self, pipeline: DiffusionPipeline, picture: Image.Image) -> torch.Tensor:
         width, height = size_at_area(picture.size, self.vae_area)
         pixels = pipeline.image_processor.preprocess(picture, height, width).unsqueeze(2)
-        latent = pipeline._encode_vae_image(image=pixels.to(self.device, self.dtype), generator=None)
+        latent: torch.Tensor = pipeline._encode_vae_image(image=pixels.to(self.device, self.dtype), generator=None)
         return latent[0, :, 0].cpu()
 
     def _check_references(self, references: Sequence[Image.Image]) -> None:
@@ -128,14 +129,15 @@ class ConditioningEncoder:
         markup = [t for t in pipeline.tokenizer.get_added_vocab() if t.startswith("<|") and t in instruction]
         if markup:
             raise DataError(
-                f"the instruction {instruction[:60]!r} contains the chat markup {markup[0]}, which would end the user's "
-                "turn or stand for a picture; remove it"
+                f"the instruction {instruction[:60]!r} contains the chat markup {markup[0]}, which would end the "
+                "user's turn or stand for a picture; remove it"
             )
         limit = pipeline.tokenizer_max_length
         tokens = len(pipeline.tokenizer(instruction)["input_ids"])
         if tokens > limit:
             raise DataError(
-                f"the instruction {instruction[:60]!r}... has {tokens} tokens; the model takes at most {limit}. Shorten it"
+                f"the instruction {instruction[:60]!r}... has {tokens} tokens; the model takes at most {limit}. "
+                "Shorten it"
             )
 
 

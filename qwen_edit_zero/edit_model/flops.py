@@ -17,15 +17,15 @@ def training_flops(
     """FLOP (2 a multiply-add) of forward and backward of one sample; matrix products only.
 
     With width d, L blocks and S = image + text tokens a forward is 24 d^2 S L + 4 S^2 d L, plus modulation 24 d^2 L and
-    the small projections. The backward is twice that; recomputing blocks when checkpointing adds their forward once more.
+    the small projections. The backward is twice that; recomputing the blocks adds their forward once more.
 
     Args:
         config: the transformer's configuration.
         image_tokens: target and references together.
         text_tokens: length of the prompt embedding.
         checkpointing: whether each block is recomputed in the backward.
-        adapters_only: only LoRA adapters train: no gradient of the base weights is computed. The adapters' own cost, about
-            1/100, is left out.
+        adapters_only: only LoRA adapters train: no gradient of the base weights is computed. The adapters' own
+            cost, about 1/100, is left out.
     """
     width = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
     blocks, in_channels = int(config["num_layers"]), int(config["in_channels"])

@@ -1,4 +1,4 @@
-"""A model folder in diffusers layout: is it whole, is it of the Qwen-Image-Edit family, which variant? Imports no torch."""
+"""A model folder in diffusers layout: is it whole, of this family, and which variant? Imports no torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class ModelFolder:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of everything in the folder that has a say in the model's output; the same for a copy elsewhere."""
+        """Hex digest of all files that have a say in the model's output; the same for a copy elsewhere."""
         return self.fingerprint_of(*COMPONENTS)
 
     def fingerprint_of(self, *components: str) -> str:
@@ -122,9 +122,10 @@ def _pipeline_class(folder: Path) -> str:
 
 def _check_files(folder: Path) -> None:
     """All missing files are listed at once, so that one download mends them."""
-    missing = [f"{component}/{name}" for component, name in _CONFIGS.items() if not (folder / component / name).exists()]
+    configs = [f"{component}/{name}" for component, name in _CONFIGS.items()]
+    missing = [name for name in configs if not (folder / name).exists()]
     for component in ("tokenizer", "processor"):
-        there = {name for name in os.listdir(folder / component)} if (folder / component).is_dir() else set()
+        there = set(os.listdir(folder / component)) if (folder / component).is_dir() else set()
         if "tokenizer.json" not in there and not {"vocab.json", "merges.txt"} <= there:
             missing.append(f"{component}/tokenizer.json (or vocab.json with merges.txt)")
         if component == "processor" and not there & {"preprocessor_config.json", "processor_config.json"}:
@@ -143,8 +144,8 @@ def _check_class(folder: Path, component: str, config: dict[str, Any]) -> None:
     found = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
     if found != _CLASSES[component]:
         raise ModelFolderError(
-            f"{folder / component / _CONFIGS[component]} describes a {found}, not the {_CLASSES[component]} of this model "
-            "family. The folder was put together from different models, or model.path names the wrong one"
+            f"{folder / component / _CONFIGS[component]} describes a {found}, not the {_CLASSES[component]} of this "
+            "model family. The folder was put together from different models, or model.path names the wrong one"
         )
 
 
@@ -173,13 +174,14 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _no_folder(folder: Path) -> str:
     if folder.is_file():
         return (
-            f"{folder} is a file; model.path must be a folder in diffusers layout (model_index.json, transformer/, vae/ "
-            "...). Single-file checkpoints cannot be trained: they lack the text encoder and the configurations"
+            f"{folder} is a file; model.path must be a folder in diffusers layout (model_index.json, transformer/, "
+            "vae/ ...). Single-file checkpoints cannot be trained: they lack the text encoder and the configurations"
         )
     said = os.path.relpath(folder)
     hint = "Set model.path to a folder of Qwen-Image-Edit-2509 in diffusers layout, or to tiny for the built-in model"
     if said.count("/") == 1 and not said.startswith("."):
-        hint += f". If {said} is a Hugging Face model id: nothing is downloaded here; run `hf download {said} --local-dir DIR` first"
+        hint += f". If {said} is a Hugging Face model id: nothing is downloaded here; first run `hf download {said} "
+        hint += "--local-dir DIR`"
     return f"model.path: there is no folder {folder}. {hint}"
 
 

@@ -23,15 +23,16 @@ class TrainableReport:
 
     def __str__(self) -> str:
         total = self.trained + self.frozen
-        line = f"{self.trained:,} of {total:,} parameters train ({self.trained / total:.2%}, {self.trained_tensors} tensors)"
+        share = f"{self.trained / total:.2%}, {self.trained_tensors} tensors"
+        line = f"{self.trained:,} of {total:,} parameters train ({share})"
         return line if not self.frozen else f"{line}; {self.frozen_tensors} tensors are frozen"
 
 
 def freeze(module: torch.nn.Module, patterns: Sequence[str]) -> TrainableReport:
     """Freeze every parameter whose name matches one of the shell patterns (`transformer_blocks.[0-9].*`, `*_mod.*`).
 
-    Works on any module, partitioned or on the meta device. Raises SettingsError for a pattern that matches nothing, and if
-    nothing would train.
+    Works on any module, partitioned or on the meta device. Raises SettingsError for a pattern that matches nothing,
+    and if nothing would train.
     """
     parameters = dict(module.named_parameters())
     for pattern in patterns:
@@ -39,8 +40,12 @@ def freeze(module: torch.nn.Module, patterns: Sequence[str]) -> TrainableReport:
         if not matched:
             near = difflib.get_close_matches(pattern.rstrip(".*"), sorted(set(_names(parameters))), n=3, cutoff=0.5)
             raise SettingsError(
-                f"model.freeze: no parameter matches {pattern!r}"
-                + (f"; the nearest names are {', '.join(near)}" if near else f"; a parameter's name is {next(iter(parameters))}")
+                f"model.freeze: no parameter matches {pattern!r}; "
+                + (
+                    f"the nearest names are {', '.join(near)}"
+                    if near
+                    else f"a name looks like {next(iter(parameters))}"
+                )
                 + ". Patterns are matched against whole names, so a module's parameters are `MODULE.*`"
             )
         for name in matched:

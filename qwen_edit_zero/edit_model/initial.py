@@ -61,7 +61,7 @@ def initial_source(folder: ModelFolder, module: torch.nn.Module, *, seed: int) -
     if problems:
         shown = "; ".join(sorted(problems)[:6]) + (f"; and {len(problems) - 6} more" if len(problems) > 6 else "")
         raise ModelFolderError(
-            f"{folder.path / 'transformer'}: weights and config.json do not fit each other: {shown}. Download both again, "
-            "from the same model"
+            f"{folder.path / 'transformer'}: weights and config.json do not fit each other: {shown}. Download both "
+            "again, from the same model"
         )
     return InitialWeights(stored, shapes, seed)

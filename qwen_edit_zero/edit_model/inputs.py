@@ -14,7 +14,7 @@ from qwen_edit_zero.edit_model.sizes import PATCH, VAE_FACTOR, token_grid
 def pack(latents: torch.Tensor) -> torch.Tensor:
     """(B, 16, h, w) -> (B, h/2 * w/2, 64): a token is a 2x2 patch, channel-major."""
     batch, channels, height, width = latents.shape
-    assert height % PATCH == width % PATCH == 0, f"a latent of {height}x{width} cannot be cut into {PATCH}x{PATCH} patches"
+    assert height % PATCH == width % PATCH == 0, f"a latent of {height}x{width} has no whole number of tokens"
     packed: torch.Tensor = QwenImageEditPlusPipeline._pack_latents(latents.contiguous(), batch, channels, height, width)
     return packed
 
@@ -39,7 +39,7 @@ def transformer_inputs(
         noisy_target: (B, 16, h, w), x of the flow.
         references: one (B, 16, h_i, w_i) a reference, clean, in order.
         prompt_embeds: (B, L, D), padded right with zeros.
-        prompt_mask: (B, L), nonzero at valid positions; None where nothing is padded, which lets fast attention kernels run.
+        prompt_mask: (B, L), nonzero at valid positions; None where nothing is padded, for fast attention kernels.
         sigma: (B,) in [0, 1]; the model's embedder multiplies by 1000.
 
     Floating tensors are fp32; the engine casts them to its compute precision. The rotary embedding reads the first

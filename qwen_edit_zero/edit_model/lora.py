@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ def add_lora(module: QwenImageTransformer2DModel, lora: LoraSettings) -> None:
     linear = [name for name, m in module.named_modules() if isinstance(m, torch.nn.Linear)]
     for target in lora.targets:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
-            endings = sorted({name.split(".", 2)[2] if name.startswith("transformer_blocks.") else name for name in linear})
+            endings = sorted({re.sub(r"^transformer_blocks\.\d+\.", "", name) for name in linear})
             near = difflib.get_close_matches(target, endings, n=3, cutoff=0.4)
             raise SettingsError(
                 f"model.lora.targets: no linear layer of the transformer ends in {target!r}; "

@@ -54,8 +54,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             length = int.from_bytes(start[:8], "little")
             if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
                 raise ModelFolderError(
-                    f"{path} is no whole safetensors file: its first 8 bytes promise a header of {length} bytes but the "
-                    f"file has {size}. It is damaged or cut off; copy or download it again"
+                    f"{path} is no whole safetensors file: its first 8 bytes promise a header of {length} bytes but "
+                    f"the file has {size}. It is damaged or cut off; copy or download it again"
                 )
             f.seek(8)
             text = f.read(length)
@@ -65,7 +65,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         entries = json.loads(text)
         tensors = {name: _entry(path, e, 8 + length) for name, e in entries.items() if name != "__metadata__"}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFolderError(f"{path}: its safetensors header is damaged ({error}); copy or download it again") from error
+        message = f"{path}: its safetensors header is damaged ({error}); copy or download it again"
+        raise ModelFolderError(message) from error
     _check_extent(path, tensors, size, 8 + length)
     return tensors
 

@@ -26,7 +26,9 @@ def forward_count(steps: int, guidance: float) -> int:
 
 def initial_noise(latent_size: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
     """(16, h, w) in fp32, the noise that the pipeline draws from the same generator."""
-    return randn_tensor((1, 1, LATENT_CHANNELS, *latent_size), generator=generator, dtype=torch.float32)[0, 0]
+    shape = (1, 1, LATENT_CHANNELS, *latent_size)
+    noise: torch.Tensor = randn_tensor(shape, generator=generator, dtype=torch.float32)
+    return noise[0, 0]
 
 
 @torch.no_grad()
@@ -68,7 +70,7 @@ def sample(
             target_tokens(forward(**transformer_inputs(noisy, references, prompt, None, sigma)), noisy).float()
             for prompt in prompts
         ]
-        velocity = guide(*predictions, guidance) if len(predictions) == 2 else predictions[0]
+        velocity = guide(predictions[0], predictions[1], guidance) if len(predictions) == 2 else predictions[0]
         latents = scheduler.step(velocity, t, latents, return_dict=False)[0]
     return unpack(latents, size)[0].cpu()
 
@@ -77,7 +79,8 @@ def guide(positive: torch.Tensor, negative: torch.Tensor, guidance: float) -> to
     """neg + s (pos - neg), each token rescaled to the norm of pos; (B, n, 64)."""
     combined = negative + guidance * (positive - negative)
     norm = torch.norm(positive, dim=-1, keepdim=True)
-    return combined * (norm / torch.norm(combined, dim=-1, keepdim=True))
+    rescaled: torch.Tensor = combined * (norm / torch.norm(combined, dim=-1, keepdim=True))
+    return rescaled
 
 
 @torch.no_grad()

@@ -88,5 +88,6 @@ def _refuse_empty(tensors: Mapping[str, StoredTensor]) -> None:
 def _nothing_there(folder: Path, base: str) -> str:
     others = sorted(p.name for p in folder.glob(f"{base}*")) or sorted(p.name for p in folder.glob("pytorch_model*"))
     found = f"; found instead: {', '.join(others[:4])}" if others else ""
-    advice = "convert the weights to safetensors" if any(n.endswith(".bin") for n in others) else "download the model again"
-    return f"{folder} holds no weights: neither {base}.safetensors nor {base}.safetensors.index.json{found}. To mend it, {advice}"
+    pickled = any(name.endswith(".bin") for name in others)
+    advice = "Convert them to safetensors: pickles are never read here" if pickled else "Download the model again"
+    return f"{folder} has neither {base}.safetensors nor {base}.safetensors.index.json{found}. {advice}"

@@ -21,7 +21,7 @@ class TransformerWeights:
     """TensorSource over the transformer's safetensors shards.
 
     Holds no tensor: memory is that of the range being returned. Reads are positional, so threads may share it.
-    Raises ModelFolderError on construction if a tensor is stored in a type that cannot be trained from (8-bit, integer).
+    Raises ModelFolderError on construction if a tensor is stored in a type that cannot be trained from.
     """
 
     def __init__(self, folder: ModelFolder) -> None:
@@ -46,10 +46,10 @@ class TransformerWeights:
         """Elements `start .. start + length` of the flattened tensor, 1-D on CPU in the stored dtype."""
         stored = self._tensor(name, kind)
         dtype = _DTYPES[stored.dtype]
-        assert 0 <= start and start + length <= math.prod(stored.shape), f"{name}: range {start}+{length}"
+        assert 0 <= start <= start + length <= math.prod(stored.shape), f"{name}: range {start}+{length}"
         buffer = torch.empty(length, dtype=dtype)
         if length:
-            view = memoryview(buffer.view(torch.uint8).numpy())
+            view = buffer.view(torch.uint8).numpy().data
             self._read_into(stored, view, stored.offset + start * dtype.itemsize)
         return buffer
 
@@ -61,7 +61,9 @@ class TransformerWeights:
     def __enter__(self) -> TransformerWeights:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _tensor(self, name: str, kind: str) -> StoredTensor:
@@ -76,7 +78,7 @@ class TransformerWeights:
             while done < len(view):
                 got = os.preadv(descriptor, [view[done:]], position + done)
                 if got == 0:
-                    raise ModelFolderError(f"{stored.path} ended early at byte {position + done}: it shrank since the start")
+                    raise ModelFolderError(f"{stored.path} ended at byte {position + done}: it shrank since the start")
                 done += got
         except OSError as error:
             raise ModelFolderError(f"{stored.path} cannot be read: {os.strerror(error.errno or 0)}") from error

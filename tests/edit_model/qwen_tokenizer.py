@@ -39,9 +39,9 @@ def write_vocabulary(ranks: dict[bytes, int], folder: Path) -> None:
     (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
 
 
-def real_tokenizer(folder: Path) -> Qwen2Tokenizer:
+def real_tokenizer(folder: Path, ranks: dict[bytes, int] | None = None) -> Qwen2Tokenizer:
     """The tokenizer of Qwen2.5-VL with its 14 special tokens; working files go to `folder`."""
-    write_vocabulary(qwen_ranks(), folder)
+    write_vocabulary(ranks or qwen_ranks(), folder)
     tokenizer = Qwen2Tokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
     tokenizer.add_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"

@@ -57,7 +57,9 @@ def text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneratio
     return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def write_folder(root: Path, tokenizer: Qwen2Tokenizer, *, pipeline: str = "QwenImageEditPlusPipeline", **changes: Any) -> Path:
+def write_folder(
+    root: Path, tokenizer: Qwen2Tokenizer, *, pipeline: str = "QwenImageEditPlusPipeline", **changes: Any
+) -> Path:
     """Write a whole model folder; `changes` go to the transformer's configuration."""
     random_transformer(**changes).save_pretrained(root / "transformer", max_shard_size="200KB")
     torch.manual_seed(2)
@@ -83,6 +85,8 @@ def write_folder(root: Path, tokenizer: Qwen2Tokenizer, *, pipeline: str = "Qwen
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
     """Smooth random colours with some noise."""
     rng = np.random.default_rng(seed)
-    coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+    coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
     noise = rng.integers(-20, 20, (height, width, 3))
     return Image.fromarray((np.asarray(coarse).astype(int) + noise).clip(0, 255).astype(np.uint8))
