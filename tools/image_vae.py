@@ -2,12 +2,14 @@
 
 With one frame, a causal 3-D convolution sees zeros in all but the last time slice of its kernel, and the temporal
 resampling convolutions are skipped. The 2-D network below computes the same function with a third of the arithmetic.
-Parameter names are those of the diffusers class; only shapes differ, see `to_video_weights`.
+Parameter names are those of the diffusers class; only shapes differ, see `to_video_weights` in
+`qwen_edit_zero.edit_model.tiny`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -101,7 +103,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.conv_in = nn.Conv2d(3, dims[0], 3, padding=1)
         layers: list[nn.Module] = []
-        for i, (c_in, c_out) in enumerate(zip(dims[:-1], dims[1:], strict=True)):
+        for i, (c_in, c_out) in enumerate(pairwise(dims)):
             layers += [ResidualBlock(c_in if j == 0 else c_out, c_out) for j in range(blocks)]
             if i != len(dims) - 2:
                 layers.append(Down(c_out))
@@ -122,7 +124,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.conv_in = nn.Conv2d(z_dim, dims[0], 3, padding=1)
         self.mid_block = Middle(dims[0])
-        stages = list(zip(dims[:-1], dims[1:], strict=True))
+        stages = list(pairwise(dims))
         self.up_blocks = nn.ModuleList(
             [
                 UpBlock(c_in if i == 0 else c_in // 2, c_out, blocks + 1, up=i != len(stages) - 1)
@@ -158,28 +160,3 @@ class ImageVAE(nn.Module):
     def decode(self, latents: Tensor) -> Tensor:
         """Pictures, not clamped."""
         return self.decoder(self.post_quant_conv(latents))  # type: ignore[no-any-return]
-
-
-def to_video_weights(image_weights: Mapping[str, Tensor], video_shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Put 2-D weights into the shapes of the 3-D class: kernels go to the last time slice, the rest is zero.
-
-    Args:
-        image_weights: state dict of `ImageVAE`.
-        video_shapes: name -> shape of `AutoencoderKLQwenImage` with the same configuration. Names that the twin lacks
-            (the temporal convolutions, unused for one frame) become zeros.
-    """
-    unknown = set(image_weights) - set(video_shapes)
-    assert not unknown, f"not in the video class: {sorted(unknown)}"
-    out: dict[str, Tensor] = {}
-    for name, shape in video_shapes.items():
-        full = torch.zeros(shape)
-        if name in image_weights:
-            source = image_weights[name].float()
-            if full.ndim == source.ndim:
-                full.copy_(source)
-            elif name.endswith(".gamma"):
-                full.copy_(source.reshape(shape))
-            else:
-                full[:, :, -1] = source
-        out[name] = full
-    return out
