@@ -25,8 +25,8 @@ class TransformerWeights:
     """
 
     def __init__(self, folder: ModelFolder) -> None:
-        self._tensors = folder.shards["transformer"].tensors
         self._descriptors: dict[str, int] = {}
+        self._tensors = folder.shards["transformer"].tensors
         for name, tensor in self._tensors.items():
             if tensor.dtype not in _DTYPES:
                 raise ModelFolderError(
@@ -57,6 +57,9 @@ class TransformerWeights:
         """Close the files. Idempotent; a later read opens them again."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
 
     def __enter__(self) -> TransformerWeights:
         return self
