@@ -11,9 +11,7 @@ from qwen_edit_zero.engines.shards import MOMENTS
 from qwen_edit_zero.settings.models import OptimizerSettings
 
 
-def make_adamw(
-    parameters: list[Any], settings: OptimizerSettings, device: torch.device
-) -> torch.optim.AdamW:
+def make_adamw(parameters: list[Any], settings: OptimizerSettings, device: torch.device) -> torch.optim.AdamW:
     """AdamW over `parameters`: fused where this device type has a fused kernel, else foreach."""
     fused = device.type in ("cuda", "cpu")
     return torch.optim.AdamW(

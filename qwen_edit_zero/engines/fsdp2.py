@@ -54,9 +54,6 @@ class FSDP2Engine(TorchEngine):
         for part in _fsdp_modules(module):
             part.set_gradient_divide_factor(1.0)  # sums, not means
             part.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
-            if hasattr(part, "set_reduce_scatter_unused_params"):
-                # Each rank reduces the same parameters, even if one of them did not use some.
-                part.set_reduce_scatter_unused_params(True, recurse=False)
         replace_parameters(module, self._with_memory)
 
     def _with_memory(self, _: str, parameter: torch.nn.Parameter) -> torch.Tensor:

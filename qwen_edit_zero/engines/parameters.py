@@ -17,12 +17,10 @@ def frozen(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
-def replace_parameters(
-    module: torch.nn.Module, make: Callable[[str, torch.nn.Parameter], torch.Tensor | None]
-) -> None:
-    """Put `make(name, parameter)` in the place of every parameter; None leaves it alone.
+def replace_parameters(module: torch.nn.Module, make: Callable[[str, torch.nn.Parameter], torch.Tensor | None]) -> None:
+    """Put `make(name, parameter)`, a tensor or a parameter, in the place of every parameter; None leaves it alone.
 
-    `requires_grad` and ties are kept. Only one old parameter and its new tensor are alive at a time.
+    `requires_grad` and ties are kept.
     """
     slots: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for submodule in module.modules():
@@ -34,7 +32,7 @@ def replace_parameters(
         tensor = make(name, old)
         if tensor is None:
             continue
-        new = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
+        new = tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor, old.requires_grad)
         for submodule, attribute in slots[id(old)]:
             setattr(submodule, attribute, new)
 

@@ -18,6 +18,7 @@ from qwen_edit_zero.engines.grad_norm import clip_coefficient, global_norm
 from qwen_edit_zero.engines.initial_values import InitialValues
 from qwen_edit_zero.engines.loss_scale import LossScale
 from qwen_edit_zero.engines.parameters import frozen, move_buffers, to_meta, trained
+from qwen_edit_zero.engines.precision import DTYPES
 from qwen_edit_zero.engines.scalars import optimizer_steps
 from qwen_edit_zero.engines.shards import (
     MOMENTS,
@@ -30,8 +31,6 @@ from qwen_edit_zero.engines.shards import (
 )
 from qwen_edit_zero.flat_state import FlatRange, TensorSource
 from qwen_edit_zero.settings.models import OptimizerSettings, Settings
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class TorchEngine(ParallelEngine):

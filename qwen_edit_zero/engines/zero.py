@@ -20,6 +20,7 @@ from qwen_edit_zero.engines.collectives import bound_waiting
 from qwen_edit_zero.engines.initial_values import InitialValues
 from qwen_edit_zero.engines.loss_scale import LossScale
 from qwen_edit_zero.engines.parameters import frozen, move_buffers, replace_parameters, to_meta, trained
+from qwen_edit_zero.engines.precision import DTYPES
 from qwen_edit_zero.engines.scalars import optimizer_steps
 from qwen_edit_zero.engines.shards import (
     MOMENTS,
@@ -30,7 +31,6 @@ from qwen_edit_zero.engines.shards import (
     read_values,
     written_ranges,
 )
-from qwen_edit_zero.engines.torch_engine import DTYPES
 from qwen_edit_zero.engines.zero_config import complete_config, offloads_optimizer, zero_stage
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.flat_state import FlatRange, TensorSource
@@ -62,6 +62,7 @@ class ZeroEngine(ParallelEngine):
         self._steps = 0
         self._is_last = True
         _prepare_deepspeed(device, settings.engine.timeout_seconds)
+        _check_precision(settings)
         self._engine: Any = None
 
     # Setup ---------------------------------------------------------------------------------------------------------
@@ -124,13 +125,15 @@ class ZeroEngine(ParallelEngine):
 
         converter = zero.Init(config_dict_or_path=config, dtype=self._dtype, enabled=False)
 
-        def make(_: str, meta: torch.nn.Parameter) -> torch.Tensor:
-            return torch.empty(meta.shape, dtype=self._dtype, device=self.device)
+        def make(_: str, meta: torch.nn.Parameter) -> torch.nn.Parameter:
+            whole = torch.empty(meta.shape, dtype=self._dtype, device=self.device)
+            parameter: Any = torch.nn.Parameter(whole, requires_grad=meta.requires_grad)
+            converter._convert_to_deepspeed_param(parameter)
+            parameter.partition()
+            assert isinstance(parameter, torch.nn.Parameter)
+            return parameter
 
         replace_parameters(module, make)
-        for parameter in module.parameters():
-            converter._convert_to_deepspeed_param(parameter)
-            parameter.partition()  # type: ignore[attr-defined]
 
     # Training ------------------------------------------------------------------------------------------------------
 
@@ -157,17 +160,27 @@ class ZeroEngine(ParallelEngine):
         self._engine.step()
         applied = bool(self._engine.was_step_applied())
         norm = float(self._engine.get_global_grad_norm())
-        if self.stage == 3:
-            # A parameter without gradient in the next step's first micro-batch would meet this step's gradient here.
-            optimizer.grad_partitions_flat_buffer.zero_()
+        self._forget_gradients()
         self._steps += applied
         self._loss_scale.update(finite=applied)
         self._announce_loss_scale()
         return StepResult(grad_norm=norm if applied else math.inf, applied=applied, loss_scale=scale)
 
+    def _forget_gradients(self) -> None:
+        """Clear what DeepSpeed's step leaves behind and adds to in the next step."""
+        optimizer = self._engine.optimizer
+        if self.stage == 3:
+            # A parameter without gradient in the next step's first micro-batch would meet this step's gradient here.
+            optimizer.grad_partitions_flat_buffer.zero_()
+        else:
+            # After a skipped step with offloading, the non-finite gradients stay and no later step is ever applied.
+            optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
+
     def _announce_loss_scale(self) -> None:
+        """DeepSpeed multiplies losses by this and divides gradients by it."""
         if self._loss_scale.enabled:
-            self._engine.optimizer.override_loss_scale(self._loss_scale.value)
+            mean_to_sum = self.dp_size if self.stage == 3 else 1  # see backward
+            self._engine.optimizer.override_loss_scale(self._loss_scale.value / mean_to_sum)
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -281,13 +294,23 @@ def _prepare_deepspeed(device: torch.device, timeout_seconds: int) -> None:
 
     # DeepSpeed calls collectives by names that newer torch deprecates, and every call would say so.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # Skipped steps are reported by the trainer, with more to say.
+    # The trainer reports skipped steps, with more to say.
     logger.addFilter(_not_about_overflow)
     if not comm.is_initialized():
         # An extension for CPUs that would be compiled here and is never used in training.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     bound_waiting([groups._clone_world_group()], timeout_seconds)
+
+
+def _check_precision(settings: Settings) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    if settings.precision.mode == "fp16" and not get_accelerator().is_fp16_supported():
+        raise SettingsError(
+            "precision is fp16, which DeepSpeed does not offer on this device. Use precision=bf16 or fp32, or another "
+            "engine."
+        )
 
 
 def _not_about_overflow(record: logging.LogRecord) -> bool:

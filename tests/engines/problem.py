@@ -6,20 +6,20 @@ The plain loop knows no engine. It states the arithmetic that every engine must 
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
 
-from qwen_edit_zero.engines.base import ParallelEngine
-from qwen_edit_zero.flat_state import PARAM, FlatRange
-from qwen_edit_zero.settings.models import OptimizerSettings, Settings
+from qwen_edit_zero.engines.base import ParallelEngine, StepResult
+from qwen_edit_zero.settings.models import OptimizerSettings
 
-GLOBAL_BATCH = 12
-STEPS = 4
+OPTIMIZER = OptimizerSettings(lr=1e-2, weight_decay=0.1, clip_norm=0.5)  # some steps are clipped, some are not
+COUNTS = (12, 5, 12, 12, 12)  # samples of each step; the second is the short last batch of an epoch
+POISONED_STEP = 2  # not applied, for a non-finite loss on one rank
+ALL_STEPS = range(len(COUNTS))
 GRID = [(1, 2, 4), (1, 2, 2)]  # target and one reference, in packed tokens
 TEXT, CHANNELS, TEXT_WIDTH = 3, 8, 12
 
@@ -57,11 +57,20 @@ def make_model(*, frozen: bool = False, layers: int = 2) -> OddModel:
     return OddModel(frozen=frozen, layers=layers)
 
 
+def make_engine_model(engine: ParallelEngine, *, frozen: bool = False, layers: int = 2) -> OddModel:
+    """The same model as in training: constructed inside the engine's context, with real non-parameter tensors."""
+    with engine.init_context():
+        model = OddModel(frozen=frozen, layers=layers)
+    rope = make_model(layers=1).transformer.pos_embed
+    model.transformer.pos_embed.pos_freqs, model.transformer.pos_embed.neg_freqs = rope.pos_freqs, rope.neg_freqs
+    return model
+
+
 def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def samples(step: int, count: int = GLOBAL_BATCH) -> list[dict[str, torch.Tensor]]:
+def samples(step: int, count: int) -> list[dict[str, torch.Tensor]]:
     """The samples of a step: tensors without a batch dimension. Their losses spread over more than a decade."""
     drawn = []
     for index in range(count):
@@ -87,131 +96,65 @@ def loss_sum(forward: Any, batch: Sequence[dict[str, torch.Tensor]], weight: flo
 
 
 def train_plainly(
-    model: torch.nn.Module, optimizer: OptimizerSettings, *, steps: int = STEPS, autocast: torch.dtype | None = None,
-    counts: Sequence[int] | None = None,
-) -> tuple[list[float], list[float]]:  # fmt: skip
-    """Train `model` in place, one sample at a time, on one process. Returns losses and gradient norms."""
+    model: torch.nn.Module, optimizer: OptimizerSettings, *, autocast: torch.dtype | None = None
+) -> tuple[list[float], list[float]]:
+    """Train `model` in place through the schedule, one sample at a time. Returns losses and gradient norms."""
     trained = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(
         trained, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
     )
     losses, norms = [], []
-    for step in range(steps):
-        batch = samples(step, counts[step] if counts else GLOBAL_BATCH)
+    for step, count in enumerate(COUNTS):
+        batch = samples(step, count)
         total = 0.0
         for sample in batch:
             with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
-                loss = loss_sum(model, [sample]) / len(batch)
+                loss = loss_sum(model, [sample]) / count
             loss.backward()
             total += loss.item()
         for parameter in trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.clip_grad_norm_(trained, optimizer.clip_norm or math.inf)
-        adamw.param_groups[0]["lr"] = lr_at(step, optimizer)
-        adamw.step()
+        adamw.param_groups[0]["lr"] = lr_at(step)
+        if step != POISONED_STEP:
+            adamw.step()
         adamw.zero_grad()
         losses.append(total)
         norms.append(norm.item())
     return losses, norms
 
 
-def lr_at(step: int, optimizer: OptimizerSettings) -> float:
-    return optimizer.lr * (1 + step) / 2
+def lr_at(step: int) -> float:
+    return OPTIMIZER.lr * (1 + step) / 2
 
 
 def train_with(
-    engine: ParallelEngine, optimizer: OptimizerSettings, *, micro: int, first_step: int = 0, steps: int = STEPS,
-    counts: Sequence[int] | None = None, poison: tuple[int, int] | None = None,
-) -> tuple[list[float], list[float], list[bool]]:  # fmt: skip
+    engine: ParallelEngine, *, micro: int, steps: range = ALL_STEPS, poisoned_rank: int | None = None
+) -> tuple[list[float], list[StepResult]]:
     """Train with an engine. Ranks that have fewer micro-batches than another run fillers of weight 0.
 
-    `poison` = (step, rank): that rank's loss in that step becomes NaN.
-    Returns this rank's share of losses (their sum over ranks is the loss), global norms, and whether steps applied.
+    In the poisoned step `poisoned_rank`'s loss becomes NaN. Returns this rank's share of the losses (the sum over
+    ranks is the loss of the step) and the results of the steps.
     """
-    losses, norms, applied = [], [], []
-    for step in range(first_step, first_step + steps):
-        drawn = samples(step, counts[step] if counts else GLOBAL_BATCH)
+    losses, results = [], []
+    for step in steps:
+        drawn = samples(step, COUNTS[step])
         own = drawn[engine.dp_rank :: engine.dp_size]
         micro_batches = [(own[i : i + micro], 1.0) for i in range(0, len(own), micro)]
-        needed = -(-(-(-len(drawn) // engine.dp_size)) // micro)
-        micro_batches += [(drawn[:1], 0.0)] * (needed - len(micro_batches))
+        most = -(-len(drawn) // engine.dp_size)  # samples of the ranks that have most
+        micro_batches += [(drawn[:1], 0.0)] * (-(-most // micro) - len(micro_batches))
         total = 0.0
         for i, (batch, weight) in enumerate(micro_batches):
             with engine.micro_step(is_last=i == len(micro_batches) - 1):
                 loss = loss_sum(engine.forward, batch, weight) / len(drawn)
                 total += loss.item()
-                if poison == (step, engine.dp_rank):
+                if step == POISONED_STEP and poisoned_rank == engine.dp_rank:
                     loss = loss * math.nan
                 engine.backward(loss)
-        result = engine.step(lr=lr_at(step, optimizer))
         losses.append(total)
-        norms.append(result.grad_norm)
-        applied.append(result.applied)
-    return losses, norms, applied
-
-
-class MemorySource:
-    """A TensorSource over whole tensors in memory that counts the elements read."""
-
-    def __init__(self, tensors: dict[str, dict[str, torch.Tensor]]) -> None:
-        self.tensors = tensors
-        self.elements_read = 0
-
-    @classmethod
-    def of_weights(cls, weights: dict[str, torch.Tensor]) -> MemorySource:
-        return cls({PARAM: weights})
-
-    @classmethod
-    def of_ranges(cls, ranges: Iterable[FlatRange]) -> MemorySource:
-        """Assemble ranges of all ranks; asserts that they cover every element exactly once."""
-        whole: dict[str, dict[str, torch.Tensor]] = {}
-        covered: dict[tuple[str, str], torch.Tensor] = {}
-        for r in ranges:
-            tensor = whole.setdefault(r.kind, {}).setdefault(r.name, torch.full(r.shape, math.nan)).view(-1)
-            seen = covered.setdefault((r.kind, r.name), torch.zeros(tensor.numel(), dtype=torch.int))
-            end = r.start + r.values.numel()
-            tensor[r.start : end] = r.values
-            seen[r.start : end] += 1
-        for key, seen in covered.items():
-            assert bool((seen == 1).all()), f"{key} is not covered exactly once"
-        return cls(whole)
-
-    def names(self, kind: str = PARAM) -> Iterable[str]:
-        return self.tensors.get(kind, {}).keys()
-
-    def shape(self, name: str, kind: str = PARAM) -> tuple[int, ...]:
-        return tuple(self.tensors[kind][name].shape)
-
-    def read(self, name: str, start: int, length: int, kind: str = PARAM) -> torch.Tensor:
-        flat = self.tensors[kind][name].view(-1)
-        assert 0 <= start <= start + length <= flat.numel()
-        self.elements_read += length
-        return flat[start : start + length].clone()
-
-
-def engine_settings(kind: str, *, precision: str = "fp32", checkpointing: str = "block", **engine: Any) -> Settings:
-    """Settings for "ddp", "fsdp2", "fsdp2-hybrid" (groups of 2) or "zero1".."zero3"; small buckets, so several are used."""
-    options: dict[str, Any] = dict(engine)
-    if kind.startswith("zero"):
-        stage = int(kind[4])
-        options["backend"] = "deepspeed"
-        options["deepspeed"] = {
-            "train_batch_size": GLOBAL_BATCH,
-            "zero_optimization": {
-                "stage": stage, "reduce_bucket_size": 2000, "allgather_bucket_size": 2000, "overlap_comm": False,
-            } | ({"stage3_param_persistence_threshold": 100, "sub_group_size": 3000} if stage == 3 else {}),
-        }  # fmt: skip
-        if "offload" in kind:
-            options["deepspeed"]["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    else:
-        options["backend"] = kind.split("-")[0]
-        if kind == "fsdp2-hybrid":
-            options["shard_size"] = 2
-    return Settings.model_validate(
-        {"precision": precision, "model": {"activation_checkpointing": checkpointing}, "engine": options,
-         "run": {"max_steps": 1}}
-    )  # fmt: skip
+        results.append(engine.step(lr=lr_at(step)))
+    return losses, results
 
 
 def relative(found: float, expected: float) -> float:
@@ -224,18 +167,3 @@ def largest_deviation(found: dict[str, torch.Tensor], expected: dict[str, torch.
     return max(
         float((found[name] - expected[name]).norm() / expected[name].norm().clamp_min(1e-6)) for name in expected
     )
-
-
-def packed(value: Any) -> bytes:
-    """What a rank returns: tensors would travel as shared memory that ends with the rank."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(value: bytes) -> Any:
-    return torch.load(io.BytesIO(value), weights_only=False)
-
-
-def everything(ranges: Iterator[FlatRange]) -> list[FlatRange]:
-    return [FlatRange(r.name, r.kind, r.shape, r.start, r.values.detach().cpu().clone()) for r in ranges]
