@@ -26,7 +26,7 @@ def make_engine(settings: Settings, *, device: torch.device) -> ParallelEngine:
 
             return FSDP2Engine(settings, device)
         case "deepspeed":
-            from qwen_edit_zero.engines.zero import ZeroEngine
+            from qwen_edit_zero.engines.zero.engine import ZeroEngine
 
             return ZeroEngine(settings, device)
 

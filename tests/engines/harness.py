@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,16 @@ from qwen_edit_zero.settings.models import Settings
 from tests.engines import problem
 
 CPU = torch.device("cpu")
+REPOSITORY = Path(__file__).parents[2]
 EVERY_ENGINE = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+
+
+def _without_auto(values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value != "auto"
+    }
 
 
 class MemorySource:
@@ -76,15 +87,14 @@ def engine_settings(kind: str, *, precision: Any = "fp32", checkpointing: str = 
     """
     options: dict[str, Any] = dict(engine)
     if kind.startswith("zero"):
-        stage = int(kind[4])
-        options["backend"] = "deepspeed"
-        options["deepspeed"] = {
-            "zero_optimization": {
-                "stage": stage, "reduce_bucket_size": 2000, "allgather_bucket_size": 2000, "overlap_comm": False,
-            } | ({"stage3_param_persistence_threshold": 100, "sub_group_size": 3000} if stage == 3 else {}),
-        }  # fmt: skip
-        if "offload" in kind:
-            options["deepspeed"]["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        shipped = json.loads((REPOSITORY / "ds_configs" / f"{kind.replace('-', '_')}.json").read_text())
+        config = _without_auto(shipped)
+        zero = config["zero_optimization"]
+        zero |= {key: 2000 for key in ("reduce_bucket_size", "allgather_bucket_size") if key in zero}
+        if zero["stage"] == 3:
+            zero |= {"stage3_param_persistence_threshold": 100, "sub_group_size": 3000}
+        zero |= options.pop("zero", {})
+        options |= {"backend": "deepspeed", "deepspeed": config}
     else:
         options["backend"] = kind.split("-")[0]
         if kind == "fsdp2-hybrid":

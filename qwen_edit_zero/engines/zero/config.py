@@ -53,10 +53,16 @@ def complete_config(settings: Settings, optimizer: OptimizerSettings, world_size
         timers={"throughput": {"enabled": False, "synchronized": False}},
     )
     zero = config["zero_optimization"]
-    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+    offload = zero.get("offload_optimizer") or {}
+    if offload.get("device") == "nvme":
         raise SettingsError(
             "zero_optimization.offload_optimizer.device is 'nvme': optimizer state on NVMe cannot be checkpointed in "
             "this program's format. Use 'cpu'."
+        )
+    if offload.get("ratio", 1.0) != 1.0:
+        raise SettingsError(
+            f"zero_optimization.offload_optimizer.ratio is {offload['ratio']}: state that is split between two "
+            f"optimizers cannot be checkpointed in this program's format. Remove it, all state then goes to the CPU."
         )
     # By default every bucket is all-reduced, which moves 1.5 times the bytes of reducing each part to its owner.
     zero["use_multi_rank_bucket_allreduce"] = False

@@ -1,11 +1,8 @@
-"""DeepSpeed ZeRO stages 1, 2 and 3. The only module that imports deepspeed (which takes ten seconds)."""
+"""The ZeRO engine."""
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,7 +13,6 @@ import torch.distributed as dist
 from qwen_edit_zero.engines.adamw import make_adamw, prime_state, set_step
 from qwen_edit_zero.engines.base import ParallelEngine, Scalars, StepResult
 from qwen_edit_zero.engines.blocks import checkpoint_blocks, compile_blocks
-from qwen_edit_zero.engines.collectives import bound_waiting
 from qwen_edit_zero.engines.initial_values import InitialValues
 from qwen_edit_zero.engines.loss_scale import LossScale
 from qwen_edit_zero.engines.parameters import frozen, move_buffers, replace_parameters, to_meta, trained
@@ -31,12 +27,13 @@ from qwen_edit_zero.engines.shards import (
     read_values,
     written_ranges,
 )
-from qwen_edit_zero.engines.zero_config import complete_config, offloads_optimizer, zero_stage
+from qwen_edit_zero.engines.zero import library
+from qwen_edit_zero.engines.zero.config import complete_config, offloads_optimizer, zero_stage
+from qwen_edit_zero.engines.zero.masters import Place, flat_masters, places, publish_masters
+from qwen_edit_zero.engines.zero.partition import let_linears_forget_weights, partition_parameters
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.flat_state import FlatRange, TensorSource
 from qwen_edit_zero.settings.models import OptimizerSettings, Settings
-
-_ZERO_OPTIMIZATION = "zero_optimization"
 
 
 class ZeroEngine(ParallelEngine):
@@ -60,10 +57,9 @@ class ZeroEngine(ParallelEngine):
         self._dtype = DTYPES[settings.precision.mode]
         self._loss_scale = LossScale(settings.precision)
         self._steps = 0
-        self._is_last = True
-        _prepare_deepspeed(device, settings.engine.timeout_seconds)
-        _check_precision(settings)
         self._engine: Any = None
+        self._places: dict[int, Place] = {}
+        library.start_deepspeed(settings, device)
 
     # Setup ---------------------------------------------------------------------------------------------------------
 
@@ -71,9 +67,6 @@ class ZeroEngine(ParallelEngine):
         return torch.device("meta")
 
     def setup(self, module: torch.nn.Module, *, optimizer: OptimizerSettings, weights: TensorSource | None) -> None:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-        from deepspeed.runtime.config import DeepSpeedConfig
-
         values = InitialValues(module, weights)
         config = complete_config(self._settings, optimizer, self.dp_size)
         if self._settings.model.compile:
@@ -84,56 +77,35 @@ class ZeroEngine(ParallelEngine):
         move_buffers(module, self.device)
         self.module = module
         if self.stage == 3:
-            self._partition(module, config)
+            partition_parameters(module, config, dtype=self._dtype, device=self.device)
+            let_linears_forget_weights(module)
         else:
             replace_parameters(module, lambda _, meta: torch.empty(meta.shape, dtype=self._dtype, device=self.device))
         read_values(self._frozen_shards(), values)
 
-        parameters = list(trained(module).values())
-        if offloads_optimizer(config):
-            basic = DeepSpeedCPUAdam(
-                parameters,
-                lr=optimizer.lr,
-                betas=optimizer.betas,
-                eps=optimizer.eps,
-                weight_decay=optimizer.weight_decay,
-                adamw_mode=True,
-            )
-        else:
-            basic = make_adamw(parameters, optimizer, self.device)
-        engine_class = _engine_class()
-        self._engine = engine_class(
-            args=None, model=module, optimizer=basic, model_parameters=parameters, config=config,
-            config_class=DeepSpeedConfig(config),
-        )  # fmt: skip
-        prime_state(basic, self._flat_masters())
-        with torch.no_grad():
-            for flat in self._flat_masters():
-                flat.zero_()  # padding between parameters
+        self._adamw = self._make_adamw(optimizer, offload=offloads_optimizer(config))
+        self._engine = library.make_engine(module, self._adamw, config, self._settings.engine.timeout_seconds)
+        self._places = places(self._engine.optimizer, self.stage, trained(module).values(), self.dp_rank)
+        masters = flat_masters(self._engine.optimizer, self.stage)
+        prime_state(self._adamw, masters)
+        for flat in masters:
+            flat.detach().zero_()  # padding between parameters
         read_values(self._shards(), values)
-        self._publish_masters()
+        publish_masters(self._engine.optimizer, self.stage)
         self._announce_loss_scale()
         module.train()
 
-    def _partition(self, module: torch.nn.Module, config: dict[str, Any]) -> None:
-        """Turn meta parameters into ZeRO-3 partitions, one at a time.
-
-        `zero.Init` as a context would build every layer for real, initialise it, broadcast it, and change the dtype
-        of other tensors made in constructors; its conversion of a single parameter is all that is needed.
-        """
-        from deepspeed import zero
-
-        converter = zero.Init(config_dict_or_path=config, dtype=self._dtype, enabled=False)
-
-        def make(_: str, meta: torch.nn.Parameter) -> torch.nn.Parameter:
-            whole = torch.empty(meta.shape, dtype=self._dtype, device=self.device)
-            parameter: Any = torch.nn.Parameter(whole, requires_grad=meta.requires_grad)
-            converter._convert_to_deepspeed_param(parameter)
-            parameter.partition()
-            assert isinstance(parameter, torch.nn.Parameter)
-            return parameter
-
-        replace_parameters(module, make)
+    def _make_adamw(self, optimizer: OptimizerSettings, *, offload: bool) -> torch.optim.Optimizer:
+        parameters = list(trained(self.module).values())
+        if not offload:
+            return make_adamw(parameters, optimizer, self.device)
+        return library.make_cpu_adamw(
+            parameters,
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
 
     # Training ------------------------------------------------------------------------------------------------------
 
@@ -154,9 +126,8 @@ class ZeroEngine(ParallelEngine):
         self._engine.backward(loss * self.dp_size if self.stage == 3 else loss, scale_wrt_gas=False)
 
     def step(self, *, lr: float) -> StepResult:
-        optimizer = self._engine.optimizer
         scale = self._loss_scale.value
-        optimizer.set_lr(lr)
+        self._engine.optimizer.set_lr(lr)
         self._engine.step()
         applied = bool(self._engine.was_step_applied())
         norm = float(self._engine.get_global_grad_norm())
@@ -184,73 +155,36 @@ class ZeroEngine(ParallelEngine):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        self._engine.eval()
+        self.module.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            self._engine.train()
+            self.module.train()
 
     # State ---------------------------------------------------------------------------------------------------------
-
-    def _flat_masters(self) -> list[torch.Tensor]:
-        """The fp32 masters of this rank: one flat tensor for each of DeepSpeed's groups."""
-        optimizer = self._engine.optimizer
-        flats = optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
-        return list(flats)
-
-    def _place(self, parameter: Any) -> tuple[torch.Tensor, int, int, int] | None:
-        """(flat master, offset in it, flat index in the parameter, length) of this rank's part of a parameter."""
-        optimizer = self._engine.optimizer
-        if self.stage == 3:
-            group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            start = size * parameter.ds_zero_partition_rank
-            length = min(size, parameter.ds_numel - start)
-            return (optimizer.fp32_partitioned_groups_flat[group], offset, start, length) if length > 0 else None
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return None
-        here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-        return optimizer.single_partition_of_fp32_groups[mapping.param_group_index], here.start, there.start, here.numel
 
     def _shards(self) -> list[Shard]:
         shards = []
         for name, parameter in trained(self.module).items():
-            if (place := self._place(parameter)) is not None:
-                flat, offset, start, length = place
-                state = self._engine.basic_optimizer.state[flat]
-                shards.append(
-                    Shard(
-                        name=name,
-                        shape=_shape(parameter),
-                        start=start,
-                        values=flat.detach()[offset : offset + length],
-                        moments={kind: state[kind][offset : offset + length] for kind in MOMENTS},
-                    )
-                )
+            if (place := self._places.get(id(parameter))) is not None:
+                state = self._adamw.state[place.flat]
+                moments = {kind: place.of(state[kind]) for kind in MOMENTS}
+                shards.append(Shard(name, _shape(parameter), place.start, place.of(place.flat), moments))
         return shards
 
     def _frozen_shards(self) -> list[Shard]:
         shards = []
+        parameter: Any
         for name, parameter in frozen(self.module).items():
             if self.stage < 3:
                 shards.append(Shard(name, _shape(parameter), 0, parameter.detach().view(-1), replicated=True))
                 continue
-            partition: Any = parameter.ds_tensor  # type: ignore[attr-defined]
-            start = partition.numel() * parameter.ds_zero_partition_rank  # type: ignore[attr-defined]
-            length = max(0, min(partition.numel(), parameter.ds_numel - start))  # type: ignore[attr-defined]
-            shards.append(Shard(name, _shape(parameter), start, partition.detach()[:length]))
+            partition = parameter.ds_tensor.detach()
+            start = partition.numel() * parameter.ds_zero_partition_rank
+            length = max(0, min(partition.numel(), parameter.ds_numel - start))
+            shards.append(Shard(name, _shape(parameter), start, partition[:length]))
         return shards
-
-    def _publish_masters(self) -> None:
-        """Make the parameters that the model computes with those of the masters, on all ranks."""
-        optimizer = self._engine.optimizer
-        if self.stage < 3:
-            optimizer.update_lp_params()
-            return
-        optimizer._partition_all_parameters()
-        for group in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(group)
 
     def local_state(self) -> Iterator[FlatRange]:
         return written_ranges(self._shards(), replica=0, replicas=1)
@@ -262,11 +196,11 @@ class ZeroEngine(ParallelEngine):
         check_state({name: _shape(parameter) for name, parameter in trained(self.module).items()}, source)
         steps = optimizer_steps(scalars)
         read_state(self._shards(), source)
-        set_step(self._engine.basic_optimizer, steps)
+        set_step(self._adamw, steps)
         self._steps = steps
         self._loss_scale.load(scalars)
         self._announce_loss_scale()
-        self._publish_masters()
+        publish_masters(self._engine.optimizer, self.stage)
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         held = {shard.name: shard for shard in [*self._shards(), *self._frozen_shards()]}
@@ -282,54 +216,3 @@ class ZeroEngine(ParallelEngine):
 def _shape(parameter: Any) -> tuple[int, ...]:
     """Shape of the whole parameter, also of one that ZeRO-3 has released."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _prepare_deepspeed(device: torch.device, timeout_seconds: int) -> None:
-    """Let DeepSpeed use the process group that is there, with our timeout, and keep it quiet."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", str(device.index or 0)))
-    import deepspeed.ops
-    from deepspeed import comm
-    from deepspeed.utils import groups, logger
-
-    # DeepSpeed calls collectives by names that newer torch deprecates, and every call would say so.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # The trainer reports skipped steps, with more to say.
-    logger.addFilter(_not_about_overflow)
-    if not comm.is_initialized():
-        # An extension for CPUs that would be compiled here and is never used in training.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-    bound_waiting([groups._clone_world_group()], timeout_seconds)
-
-
-def _check_precision(settings: Settings) -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    if settings.precision.mode == "fp16" and not get_accelerator().is_fp16_supported():
-        raise SettingsError(
-            "precision is fp16, which DeepSpeed does not offer on this device. Use precision=bf16 or fp32, or another "
-            "engine."
-        )
-
-
-def _not_about_overflow(record: logging.LogRecord) -> bool:
-    return "OVERFLOW" not in str(record.msg)
-
-
-def _engine_class() -> Any:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
-    class Engine(DeepSpeedEngine):  # type: ignore[misc]
-        """DeepSpeed's engine, with two decisions taken away from it."""
-
-        def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
-            # For bf16 with fp32 accumulation DeepSpeed would put its BF16_Optimizer in the place of ZeRO-1: that one
-            # all-reduces whole fp32 gradients and applies steps with non-finite ones.
-            return _ZERO_OPTIMIZATION
-
-        def _broadcast_model(self) -> None:
-            # Every rank reads its own part of the weights.
-            return
-
-    return Engine

@@ -1,0 +1,91 @@
+"""DeepSpeed itself: how it is started, kept quiet, and which decisions are taken away from it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qwen_edit_zero.engines.collectives import bound_waiting
+from qwen_edit_zero.errors import SettingsError
+from qwen_edit_zero.settings.models import Settings
+
+ZERO_OPTIMIZATION = "zero_optimization"
+
+
+def start_deepspeed(settings: Settings, device: torch.device) -> None:
+    """Let DeepSpeed use the process group that is there, with our timeout.
+
+    Raises SettingsError if DeepSpeed does not offer the precision on this device.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", str(device.index or 0)))
+    import deepspeed.ops
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import groups, logger
+
+    # DeepSpeed calls collectives by names that newer torch deprecates, and every call would say so.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # The trainer reports skipped steps, with more to say.
+    logger.addFilter(_not_about_overflow)
+    if not comm.is_initialized():
+        # An extension for inference on CPUs that would be compiled here, for minutes, and never used.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        comm.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    bound_waiting([groups._clone_world_group()], settings.engine.timeout_seconds)
+    if settings.precision.mode == "fp16" and not get_accelerator().is_fp16_supported():
+        raise SettingsError(
+            "precision is fp16, which DeepSpeed does not offer on this device. Use precision=bf16 or fp32, or another "
+            "engine."
+        )
+
+
+def _not_about_overflow(record: logging.LogRecord) -> bool:
+    return "OVERFLOW" not in str(record.msg)
+
+
+def make_engine(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], timeout_seconds: int
+) -> Any:
+    """A DeepSpeed engine over the module's trained parameters, which `optimizer` holds."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils import groups
+
+    class Engine(DeepSpeedEngine):  # type: ignore[misc]
+        """DeepSpeed's engine, with two decisions taken away from it."""
+
+        def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+            # For bf16 with fp32 accumulation DeepSpeed would put its BF16_Optimizer in the place of ZeRO-1: that one
+            # all-reduces whole fp32 gradients and applies steps with non-finite ones.
+            return ZERO_OPTIMIZATION
+
+        def _broadcast_model(self) -> None:
+            # Every rank reads its own part of the weights.
+            return
+
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    engine = Engine(
+        args=None,
+        model=module,
+        optimizer=optimizer,
+        model_parameters=parameters,
+        config=config,
+        config_class=DeepSpeedConfig(config),
+    )
+    # Hierarchical partitioning (ZeRO++) makes groups of its own.
+    bound_waiting([groups._get_zero_param_intra_parallel_group()], timeout_seconds)
+    return engine
+
+
+def make_cpu_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    """AdamW for state in host memory; compiled on first use, which takes a minute or two."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    adamw: torch.optim.Optimizer = DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
+    return adamw

@@ -1,0 +1,51 @@
+"""ZeRO-3's partitioned parameters: making them without ever building the model."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from qwen_edit_zero.engines.parameters import replace_parameters
+
+
+def partition_parameters(
+    module: torch.nn.Module, config: dict[str, Any], *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Turn meta parameters into ZeRO-3 partitions without values, one at a time.
+
+    `zero.Init` as a context would build every layer for real, initialise it, broadcast it, and change the dtype of
+    other tensors made in constructors (position frequencies among them); converting single parameters is all of it
+    that is needed.
+    """
+    from deepspeed import zero
+
+    converter = zero.Init(config_dict_or_path=config, dtype=dtype, enabled=False)
+
+    def make(_: str, meta: torch.nn.Parameter) -> torch.nn.Parameter:
+        whole = torch.empty(meta.shape, dtype=dtype, device=device)
+        parameter: Any = torch.nn.Parameter(whole, requires_grad=meta.requires_grad)
+        converter._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+        assert isinstance(parameter, torch.nn.Parameter)
+        return parameter
+
+    replace_parameters(module, make)
+
+
+def let_linears_forget_weights(module: torch.nn.Module) -> None:
+    """Let linear layers save their weight for backward as the parameter, which ZeRO-3 empties between uses.
+
+    `torch.nn.functional.linear` saves a transposed view, which keeps the gathered weight alive from forward to
+    backward: without activation checkpointing the whole model. DeepSpeed replaces that function for the whole process;
+    here just this module's layers get the replacement.
+    """
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+
+    def linear(layer: torch.nn.Linear, hidden: torch.Tensor) -> Any:
+        return LinearFunctionForZeroStage3.apply(hidden, layer.weight, layer.bias)
+
+    for layer in module.modules():
+        if type(layer) is torch.nn.Linear:
+            layer.forward = functools.partial(linear, layer)  # type: ignore[method-assign]
