@@ -117,6 +117,13 @@ def sticker(picture: Image.Image, mask: Image.Image, colour: Colour) -> Image.Im
     return Image.composite(Image.new("RGB", picture.size, colour), picture, mask)
 
 
+def contrast(picture: Image.Image, mask: Image.Image, colour: Colour) -> float:
+    """Root mean square difference between a colour and what the mask covers, in 8-bit steps."""
+    weight = np.asarray(mask, dtype=np.float32)[..., None] / 255
+    square = (np.asarray(picture, dtype=np.float32) - np.array(colour, dtype=np.float32)) ** 2
+    return float(np.sqrt((square * weight).sum() / (3 * weight.sum())))
+
+
 def in_front(subject: Image.Image, background: Image.Image, mask: Image.Image) -> Image.Image:
     """The part of `subject` under the mask, in front of `background`."""
     return Image.composite(subject, background, mask)

@@ -150,10 +150,14 @@ class Maker:
     def remove(self, i: int, size: Size) -> None:
         base = self.pick(size)
         shapes: tuple[edits.Shape, ...] = ("disc", "square", "diamond")
-        shape, colour = shapes[i % 3], list(edits.COLOURS)[(i // 3) % len(edits.COLOURS)]
-        radius = self.rng.uniform(0.22, 0.3) * min(size)
+        shape = shapes[i % 3]
+        radius = self.rng.uniform(0.25, 0.32) * min(size)
         centre = (self.rng.uniform(radius, size[0] - radius), self.rng.uniform(radius, size[1] - radius))
-        picture = edits.sticker(base.pixels, edits.mask_of(size, shape, centre, radius), edits.COLOURS[colour])
+        mask = edits.mask_of(size, shape, centre, radius)
+        # One of the three colours that stand out most from what they cover.
+        by_contrast = sorted(edits.COLOURS, key=lambda c: -edits.contrast(base.pixels, mask, edits.COLOURS[c]))
+        colour = self.rng.choice(by_contrast[:3])
+        picture = edits.sticker(base.pixels, mask, edits.COLOURS[colour])
         source = self.store(self.name("remove", "source"), picture)
         self.add("remove", [source], phrases.remove(i, shape, colour), base)
 

@@ -21,12 +21,12 @@ from qwen_edit_zero.settings.checks import cross_field_problems, world_problems
 from qwen_edit_zero.settings.files import DEFAULT_DEEPSPEED, DEFAULT_RECIPE, find_file
 from qwen_edit_zero.settings.layers import Layer, dotted
 from qwen_edit_zero.settings.models import Settings
+from qwen_edit_zero.settings.names import SHORT_FORMS
 from qwen_edit_zero.settings.overrides import parse_overrides
 from qwen_edit_zero.settings.problems import describe, raise_listed
 from qwen_edit_zero.settings.strict_json import read_json
 from qwen_edit_zero.settings.yaml_source import read_yaml
 
-_SHORT_FORMS = {"precision": "mode", "schedule": "kind"}
 _FAST_DEV_RUN: dict[tuple[str, str], Any] = {
     ("run", "max_steps"): 2,
     ("run", "log_every"): 1,
@@ -70,7 +70,6 @@ def load_settings(
     stated = read_yaml(find_file(given, kind="the recipe", folder="recipes"), shown=str(given))
     _write_out(stated)
     said = parse_overrides(overrides)
-    _write_out(said)
     if fast_dev_run:
         _lay_fast_dev_run(stated)
     stated.lay_over(said)
@@ -112,7 +111,7 @@ def load_settings(
 
 def _write_out(layer: Layer) -> None:
     """`precision: bf16` becomes `precision: {mode: bf16}`, so that layers can be merged."""
-    for section, key in _SHORT_FORMS.items():
+    for section, key in SHORT_FORMS.items():
         value = layer.values.get(section)
         if isinstance(value, str):
             place = layer.places[(section,)]

@@ -12,6 +12,9 @@ from pydantic import BaseModel
 from qwen_edit_zero.settings.layers import Path, dotted
 from qwen_edit_zero.settings.models import Settings
 
+# `precision: bf16` is short for `precision: {mode: bf16}`.
+SHORT_FORMS = {"precision": "mode", "schedule": "kind"}
+
 # What the same thing is called elsewhere; a full dotted name, or a sentence where there is no counterpart.
 _ELSEWHERE = {
     "learning_rate": "optimizer.lr",

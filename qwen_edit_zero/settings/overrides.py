@@ -8,6 +8,7 @@ from typing import Any
 
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.settings.layers import Layer
+from qwen_edit_zero.settings.names import SHORT_FORMS
 from qwen_edit_zero.settings.yaml_source import parse_yaml, plain_scalar
 
 _OVERRIDE = re.compile(r"^([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_0-9]+)*)=(.*)$", re.DOTALL)
@@ -32,7 +33,10 @@ def parse_overrides(arguments: Sequence[str]) -> Layer:
         path, text = tuple(match[1].split(".")), match[2].strip()
         if not text:
             raise SettingsError(f"{argument!r} gives no value; write {match[1]}=null to unset it, or {match[1]}='\"\"'")
-        layer.put(path, _value(text, argument), "override")
+        value = _value(text, argument)
+        if isinstance(value, str) and len(path) == 1 and path[0] in SHORT_FORMS:
+            path = (path[0], SHORT_FORMS[path[0]])
+        layer.put(path, value, "override")
     return layer
 
 

@@ -88,9 +88,10 @@ def describe(error: ValidationError, layer: Layer) -> list[str]:
     return [line for _, line in sorted(lines, key=lambda pair: pair[0])]
 
 
-def _order(place: str | None) -> tuple[str, int]:
+def _order(place: str | None) -> tuple[bool, str, int]:
+    """Files first, line by line; then the command line."""
     match = re.fullmatch(r"(.*):(\d+)", place or "")
-    return (match[1], int(match[2])) if match else (place or "", 0)
+    return (False, match[1], int(match[2])) if match else (True, place or "", 0)
 
 
 def _path_in_settings(loc: tuple[int | str, ...], names: dict[Path, bool]) -> Path:

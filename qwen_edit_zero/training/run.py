@@ -45,7 +45,9 @@ def train(loaded: LoadedSettings, identity: RankIdentity, resume: str) -> int:
     """Run training on this rank to its end; returns the exit status. Raises UserError and RunError."""
     settings = loaded.settings
     folder = open_model_folder(settings.model.path)  # before ranks meet: a wrong path then costs nobody a time-out
-    device = process_group.start(identity, timeout_seconds=settings.engine.timeout_seconds)
+    device = process_group.start(
+        identity, timeout_seconds=settings.engine.timeout_seconds, device=settings.engine.device
+    )
     try:
         return _Run(settings, settings_yaml(loaded), folder, identity, device, resume).go()
     finally:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import Qwen2Tokenizer
 
+from qwen_edit_zero.edit_model.tiny import materialise_tiny_model
 from tests.edit_model.qwen_tokenizer import real_tokenizer
 from tests.edit_model.small import write_folder
 
@@ -21,6 +22,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Qwen2Tokenizer:
 def plus_path(tmp_path_factory: pytest.TempPathFactory, tokenizer: Qwen2Tokenizer) -> Path:
     """A small Qwen-Image-Edit-2509. Do not change its files: copy it."""
     return write_folder(tmp_path_factory.mktemp("plus"), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model."""
+    return materialise_tiny_model(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")

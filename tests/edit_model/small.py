@@ -63,7 +63,7 @@ def write_folder(
     """Write a whole model folder; `changes` go to the transformer's configuration."""
     random_transformer(**changes).save_pretrained(root / "transformer", max_shard_size="200KB")
     torch.manual_seed(2)
-    vae = AutoencoderKLQwenImage(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
+    vae = AutoencoderKLQwenImage(base_dim=4, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
     vae.save_pretrained(root / "vae")
     text_encoder(tokenizer).save_pretrained(root / "text_encoder")
     FlowMatchEulerDiscreteScheduler(**SCHEDULER).save_pretrained(root / "scheduler")

@@ -11,7 +11,7 @@ import diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus as plus_pipeli
 import numpy as np
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, QwenImageTransformer2DModel
 from PIL import Image
 
 from qwen_edit_zero.edit_model.components import load_pipeline, load_scheduler, load_vae
@@ -20,7 +20,7 @@ from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
 from qwen_edit_zero.edit_model.inputs import transformer_inputs
 from qwen_edit_zero.edit_model.sampling import decode, forward_count, initial_noise, sample
 from qwen_edit_zero.edit_model.sizes import latent_size, size_at_area
-from tests.edit_model.small import picture, random_transformer
+from tests.edit_model.small import picture
 
 PICTURES = [picture(120, 80, 1), picture(70, 90, 2), picture(300, 130, 3)]
 INSTRUCTION = "把第一张图的天空换成 a starry night，保留 {the} 文字 “Café 2” 🌃"
@@ -33,6 +33,10 @@ def models(path: Path) -> tuple[ModelFolder, DiffusionPipeline]:
     """The folder and its pipeline, loaded once; a test sets the transformer."""
     folder = open_model_folder(path)
     return folder, load_pipeline(folder)
+
+
+def transformer_of(path: Path) -> QwenImageTransformer2DModel:
+    return QwenImageTransformer2DModel.from_pretrained(path / "transformer", torch_dtype=torch.float32).eval()
 
 
 @functools.cache
@@ -73,7 +77,12 @@ def set_areas(monkeypatch: pytest.MonkeyPatch, vae: int, condition: int) -> None
     monkeypatch.setattr(edit_pipeline, "calculate_dimensions", lambda area, ratio: original(vae, ratio))
 
 
-CASES = [("plus_path", 1), ("plus_path", 2), ("plus_path", 3), ("path_2511", 2), ("edit_path", 1)]
+CASES = [
+    *(("plus_path", n) for n in (1, 2, 3)),
+    *(("tiny_path", n) for n in (1, 2, 3)),
+    ("path_2511", 2),
+    ("edit_path", 1),
+]
 
 
 @pytest.mark.parametrize(("path", "count"), CASES)
@@ -85,7 +94,7 @@ def test_sampling_is_the_pipelines(
     set_areas(monkeypatch, vae_area, condition_area)
     folder, pipeline = models(request.getfixturevalue(path))
     references = PICTURES[:count]
-    transformer = random_transformer(zero_cond_t=path == "path_2511").eval()
+    transformer = transformer_of(folder.path)
     recorder = Recorder(transformer)
     pipeline.register_modules(transformer=transformer)
     width, height = size_at_area(references[-1].size, vae_area)
@@ -124,14 +133,14 @@ def _sample(
     return decode(load_vae(folder), latent)
 
 
-@pytest.mark.parametrize(("path", "count"), [("plus_path", 3), ("edit_path", 1)])
+@pytest.mark.parametrize(("path", "count"), [("plus_path", 2), ("edit_path", 1)])
 def test_training_inputs_at_the_released_areas_are_the_pipelines(
     path: str, count: int, request: pytest.FixtureRequest
 ) -> None:
     """Nothing patched: 1024x1024 for the VAE and 384x384 for the vision-language model, up to the first forward."""
     folder, pipeline = models(request.getfixturevalue(path))
     references = PICTURES[:count]
-    transformer = random_transformer()
+    transformer = transformer_of(folder.path)
     recorder = Recorder(transformer, stop=True)
     pipeline.register_modules(transformer=transformer)
     with pytest.raises(InterruptedError):

@@ -94,5 +94,5 @@ def test_every_photograph_has_a_free_licence() -> None:
 
 
 def test_a_missing_asset_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match="nothing.txt is missing"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.txt is missing"):
         asset_path("nothing.txt")
