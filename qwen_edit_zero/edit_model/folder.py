@@ -85,9 +85,7 @@ def open_model_folder(path: str | Path) -> ModelFolder:
     Takes milliseconds. Raises ModelFolderError saying which file is missing or damaged, or which other model it is.
     """
     if str(path) == TINY:
-        from qwen_edit_zero.edit_model.tiny import materialise_tiny_model
-
-        path = materialise_tiny_model()
+        path = _built_in()
     folder = Path(path).expanduser().absolute()
     pipeline = _pipeline_class(folder)
     _check_files(folder)
@@ -103,6 +101,18 @@ def open_model_folder(path: str | Path) -> ModelFolder:
         scheduler_config=configs["scheduler"],
         shards={component: open_shards(folder / component, base) for component, base in _WEIGHTS.items()},
     )
+
+
+def _built_in() -> Path:
+    from qwen_edit_zero.edit_model.tiny import materialise_tiny_model
+
+    try:
+        return materialise_tiny_model()
+    except OSError as error:
+        raise ModelFolderError(
+            f"model.path=tiny: the built-in model cannot be unpacked ({error}). Set the environment variable "
+            "QWEN_EDIT_ZERO_CACHE to a folder that can be written, or install the package again"
+        ) from error
 
 
 def _pipeline_class(folder: Path) -> str:

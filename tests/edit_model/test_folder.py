@@ -155,6 +155,13 @@ def test_a_path_that_is_no_folder_gets_the_right_hint(copy: Path, monkeypatch: p
             open_model_folder(path)
 
 
+def test_the_built_in_model_says_where_it_cannot_be_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("QWEN_EDIT_ZERO_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelFolderError, match=r"tiny.*QWEN_EDIT_ZERO_CACHE"):
+        open_model_folder("tiny")
+
+
 def test_download_caches_with_linked_files_work(plus_path: Path, tmp_path: Path) -> None:
     linked = Path(shutil.copytree(plus_path, tmp_path / "snapshot", copy_function=os.symlink))
     assert open_model_folder(linked).fingerprint == open_model_folder(plus_path).fingerprint
