@@ -37,6 +37,16 @@ def test_only_adapters_train_and_all_targets_have_one(plus_path: Path) -> None:
     assert report.trained_tensors == len(trained) * 10 // 12
 
 
+def test_an_adapter_adds_alpha_over_rank_times_b_a_x(plus_path: Path) -> None:
+    layer = build(plus_path).transformer_blocks[0].attn.to_q
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        b.normal_(generator=torch.Generator().manual_seed(1))
+        expected = layer.base_layer(x) + 12 / 4 * (x @ a.T @ b.T)
+        assert torch.allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_the_start_is_a_function_of_name_and_seed() -> None:
     name = "transformer_blocks.0.attn.to_q.lora_A.default.weight"
     a = initial_adapter(name, (4, 64), 1)
