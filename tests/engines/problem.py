@@ -47,7 +47,9 @@ class OddModel(torch.nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.requires_grad = not (".img_mod." in name or name.endswith("img_in.weight"))
 
-    def forward(self, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, shortcut: bool = False, **inputs: Any) -> torch.Tensor:
+        if shortcut:  # leaves the transformer out
+            return self.after(self.before(hidden_states)) * self.gain
         hidden = self.transformer(hidden_states=self.before(hidden_states), return_dict=False, **inputs)[0]
         return self.after(hidden) * self.gain
 
@@ -87,11 +89,13 @@ def samples(step: int, count: int) -> list[dict[str, torch.Tensor]]:
     return drawn
 
 
-def loss_sum(forward: Any, batch: Sequence[dict[str, torch.Tensor]], weight: float = 1.0) -> torch.Tensor:
+def loss_sum(
+    forward: Any, batch: Sequence[dict[str, torch.Tensor]], weight: float = 1.0, **options: Any
+) -> torch.Tensor:
     """Sum over the batch of each sample's mean square error, in fp32."""
     stacked = {key: torch.stack([sample[key] for sample in batch]) for key in batch[0]}
     target = stacked.pop("target")
-    output = forward(**stacked, img_shapes=[GRID] * len(batch))[:, : target.shape[1]]
+    output = forward(**stacked, img_shapes=[GRID] * len(batch), **options)[:, : target.shape[1]]
     return (output.float() - target).square().mean(dim=(1, 2)).sum() * weight
 
 

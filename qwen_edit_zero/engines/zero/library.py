@@ -58,7 +58,7 @@ def make_engine(
     from deepspeed.utils import groups
 
     class Engine(DeepSpeedEngine):  # type: ignore[misc]
-        """DeepSpeed's engine, with two decisions taken away from it."""
+        """DeepSpeed's engine, with three decisions taken away from it."""
 
         def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
             # For bf16 with fp32 accumulation DeepSpeed would put its BF16_Optimizer in the place of ZeRO-1: that one
@@ -68,6 +68,11 @@ def make_engine(
         def _broadcast_model(self) -> None:
             # Every rank reads its own part of the weights.
             return
+
+        def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+            if self.zero_optimization_stage() == 1 and self.is_gradient_accumulation_boundary():
+                _reduce_leftovers(self.optimizer)
+            super().allreduce_gradients(*args, **kwargs)
 
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     engine = Engine(
@@ -81,6 +86,21 @@ def make_engine(
     # Hierarchical partitioning (ZeRO++) makes groups of its own.
     bound_waiting([groups._get_zero_param_intra_parallel_group()], timeout_seconds)
     return engine
+
+
+def _reduce_leftovers(optimizer: Any) -> None:
+    """Reduce accumulated gradients of parameters that got none in the last micro-batch.
+
+    With `overlap_comm`, ZeRO-1 reduces a gradient when the last micro-batch adds to it, and forgets the others.
+    """
+    if not optimizer.overlap_comm:
+        return
+    optimizer.reduce_ipg_grads()
+    for group, parameters in enumerate(optimizer.bit16_groups):
+        for parameter in parameters:
+            reduced = optimizer.params_already_reduced[optimizer.get_param_id(parameter)]
+            if not reduced and optimizer.get_gradient_for_reduction(parameter) is not None:
+                optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)
 
 
 def make_cpu_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
