@@ -80,7 +80,9 @@ class MemorySource:
         return flat[start : start + length].clone()
 
 
-def engine_settings(kind: str, *, precision: Any = "fp32", checkpointing: str = "block", **engine: Any) -> Settings:
+def engine_settings(
+    kind: str, *, precision: Any = "fp32", checkpointing: str = "block", compiled: bool = False, **engine: Any
+) -> Settings:
     """Settings for "ddp", "fsdp2", "fsdp2-hybrid" (groups of 2), "zero1", "zero2-offload", ...
 
     Buckets are small, so that several are used.
@@ -99,10 +101,9 @@ def engine_settings(kind: str, *, precision: Any = "fp32", checkpointing: str = 
         options["backend"] = kind.split("-")[0]
         if kind == "fsdp2-hybrid":
             options["shard_size"] = 2
-    return Settings.model_validate(
-        {"precision": precision, "model": {"activation_checkpointing": checkpointing}, "engine": options,
-         "run": {"max_steps": 1}}
-    )  # fmt: skip
+    model = {"activation_checkpointing": checkpointing, "compile": compiled}
+    sections = {"run": {"max_steps": 1}, "model": model, "precision": precision, "engine": options}
+    return Settings.model_validate(sections)
 
 
 def packed(value: Any) -> bytes:

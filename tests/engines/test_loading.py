@@ -19,22 +19,37 @@ LAYERS = 6
 
 
 def census_of_setup(rank: int, world: int, kind: str) -> dict[str, float]:
-    """Peak bytes of a setup, elements of this rank's share, and of the whole model."""
+    """Peak bytes of sharding the empty model and of the whole setup, with the sizes they depend on."""
+    from qwen_edit_zero.engines.fsdp2 import FSDP2Engine
+    from qwen_edit_zero.engines.zero import engine as zero_engine
+
+    place, name = (FSDP2Engine, "_wrap") if kind == "fsdp2" else (zero_engine, "partition_parameters")
+    shard = getattr(place, name)
+    sharding = StorageCensus()
+
+    def shard_watched(*args: Any, **kwargs: Any) -> None:
+        with sharding:
+            shard(*args, **kwargs)
+
+    setattr(place, name, shard_watched)
     start = problem.weights_of(problem.make_model(layers=LAYERS))
     engine = make_engine(harness.engine_settings(kind), device=harness.CPU)
     module = problem.make_engine_model(engine, layers=LAYERS)
-    source = MemorySource.of_weights(start)
     with StorageCensus(start.values()) as census:
-        engine.setup(module, optimizer=problem.OPTIMIZER, weights=source)
+        engine.setup(module, optimizer=problem.OPTIMIZER, weights=MemorySource.of_weights(start))
     share = sum(r.values.numel() for r in engine.local_state() if r.kind == "param")
     engine.close()
-    return {"peak": census.peak, "share": share, "whole": sum(t.numel() for t in start.values())}
+    sizes = [tensor.numel() for tensor in start.values()]
+    return {
+        "sharding": sharding.peak, "peak": census.peak, "share": share, "whole": sum(sizes), "largest": max(sizes)
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "bytes_an_element"), [("fsdp2", 12), ("zero3", 16)])
 def test_no_rank_ever_holds_the_whole_model(kind: str, bytes_an_element: int) -> None:
     """Setup takes a rank's share of weights and moments (and of gradients, ZeRO-3), and once more of weights."""
     for count in run_ranks(census_of_setup, 3, kind):
+        assert 0 < count["sharding"] < 1.1 * 4 * count["share"] + 2 * 4 * count["largest"]
         needed = bytes_an_element * count["share"]
         assert needed < count["peak"] < needed + 4 * count["share"] + 0.1 * needed
         assert count["peak"] < needed + 4 * count["whole"] / 2, "room for less than half a model beside the share"

@@ -20,8 +20,14 @@ def partition_parameters(
     that is needed.
     """
     from deepspeed import zero
+    from deepspeed.utils import groups
 
-    converter = zero.Init(config_dict_or_path=config, dtype=dtype, enabled=False)
+    converter = zero.Init(
+        config_dict_or_path=config,
+        dtype=dtype,
+        enabled=False,
+        zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),  # of an earlier engine, or none
+    )
 
     def make(_: str, meta: torch.nn.Parameter) -> torch.nn.Parameter:
         whole = torch.empty(meta.shape, dtype=dtype, device=device)
