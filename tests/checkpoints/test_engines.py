@@ -10,7 +10,7 @@ from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.writer import save_checkpoint
 from qwen_edit_zero.engines.factory import make_engine
 from tests.checkpoints.states import MODEL
-from tests.engines import problem
+from tests.engines import harness, problem
 from tests.ranks import run_ranks
 
 CHAIN = [("zero3", 2), ("fsdp2", 3), ("zero2", 2), ("ddp", 1), ("zero1", 2), ("zero3", 1)]
@@ -19,12 +19,12 @@ CHAIN = [("zero3", 2), ("fsdp2", 3), ("zero2", 2), ("ddp", 1), ("zero1", 2), ("z
 def _save(rank: int, world: int, kind: str, source: Path | None, folder: Path, step: int) -> Path:
     """Train two steps from made-up weights, or load `source` over other weights; then save."""
     weights = problem.weights_of(problem.make_model())
-    engine = make_engine(problem.engine_settings(kind), device=torch.device("cpu"))
+    engine = make_engine(harness.engine_settings(kind), device=torch.device("cpu"))
     start = weights if source is None else {name: w + 1 for name, w in weights.items()}
     engine.setup(
         problem.make_engine_model(engine),
         optimizer=problem.OPTIMIZER,
-        weights=problem.MemorySource.of_weights(start),
+        weights=harness.MemorySource.of_weights(start),
     )
     if source is None:
         problem.train_with(engine, micro=2, steps=range(2))
