@@ -31,6 +31,7 @@ def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(weights, OUT / "last_time_slice.safetensors", {"format": "pt"})
+    (OUT / "last_time_slice.safetensors").chmod(0o644)
     size = (OUT / "last_time_slice.safetensors").stat().st_size
     print(f"step {facts['step']}, held-out PSNR {facts['held_out_psnr']:.2f} dB, {size} bytes")
 

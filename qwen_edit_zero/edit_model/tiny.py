@@ -167,9 +167,61 @@ def text_encoder_tensor(name: str, shape: Sequence[int]) -> torch.Tensor:
 
 
 def transformer_tensor(name: str, shape: Sequence[int], axes: Sequence[int]) -> torch.Tensor:
-    """Initial weight of the transformer."""
+    """Initial weight of the transformer, made to be trained from scratch in minutes.
+
+    - Residual branches start half open and hardly modulated by the time step, the output near zero.
+    - Some heads start local, as in ConViT (d'Ascoli et al., 2021): see `_place_bias`. What they find is copied rather
+      than scrambled, their output projection being the transpose of their value projection.
+
+    Args:
+        axes: the config's `axes_dims_rope`; their sum is the width of a head.
+    """
     import torch
 
+    width = sum(axes)
+    if name.endswith(("attn.to_q.bias", "attn.to_k.bias")):
+        offsets = (*_HEAD_OFFSETS, *[None] * (shape[0] // width))[: shape[0] // width]
+        query = name.endswith("to_q.bias")
+        return torch.cat([_place_bias(axes, offset if query or offset is None else 0) for offset in offsets])
+    if name.endswith("_mod.1.bias"):
+        shift_scale_gate = torch.tensor([0.0, 0.0, 0.5]).repeat(2)
+        return shift_scale_gate.repeat_interleave(shape[0] // 6)
     if len(shape) == 1:
-        return torch.zeros(*shape) if name.endswith("bias") else torch.ones(*shape)
-    return _normal(name, shape, 1.0 / math.sqrt(_fan_in(shape)))
+        value = _LOCAL_SHARPNESS if name.endswith(("attn.norm_q.weight", "attn.norm_k.weight")) else 1.0
+        return torch.zeros(*shape) if name.endswith("bias") else torch.full(tuple(shape), value)
+    if name.endswith("attn.to_out.0.weight"):
+        return transformer_tensor(name.replace("to_out.0", "to_v"), shape[::-1], axes).T.contiguous()
+    gain = 1.0
+    if name == "proj_out.weight":
+        gain = 0.1
+    elif "_mod.1." in name or name.startswith("norm_out."):
+        gain = 0.3
+    weight = _normal(name, shape, gain / math.sqrt(_fan_in(shape)))
+    if name.endswith(("attn.to_q.weight", "attn.to_k.weight")):
+        weight[: len(_HEAD_OFFSETS) * width] *= 0.5
+    return weight
+
+
+# Pictures are numbered along RoPE's first axis: 0 is the target, 1 to 3 are the references. For each local head, how
+# far ahead its target tokens look.
+_HEAD_OFFSETS = (1, 1, 2, 3, 0)
+_LOCAL_SHARPNESS = 1.8
+
+
+def _place_bias(axes: Sequence[int], offset: int | None) -> torch.Tensor:
+    """Constant part of a head's queries (with the head's offset) or keys (offset 0); zeros for None.
+
+    RoPE turns pair i of an axis by position * theta_i. For the same constant in query and key, the score between two
+    places is therefore a sum of cos(distance * theta_i): largest at the same place. Turning the query's pairs of the
+    first axis by offset * theta_i in advance moves that maximum to the picture `offset` further on.
+    """
+    import torch
+
+    pairs: list[tuple[float, float]] = []
+    for axis, width in enumerate(axes):
+        fast, slow = (4.8, 1.2) if axis == 0 else (4.0, 2.0)
+        for i in range(width // 2):
+            size = 0.0 if offset is None else (fast, slow)[i] if i < 2 else 0.0
+            angle = (offset or 0) * 10000 ** (-2 * i / width) if axis == 0 else 0.0
+            pairs.append((size * math.cos(angle), size * math.sin(angle)))
+    return torch.tensor(pairs).flatten()
