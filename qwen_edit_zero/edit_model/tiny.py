@@ -77,6 +77,9 @@ def _write(folder: Path) -> None:
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from safetensors.torch import load_file
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # a bar for each of a few small files, from every process
 
     shutil.copytree(asset_path("tiny"), folder, dirs_exist_ok=True)
     for name in _TOKENIZER_FILES:
