@@ -50,7 +50,9 @@ def materialise_tiny_model(cache_dir: Path | None = None) -> Path:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=parent))
     try:
         _write(unfinished)
-        unfinished.chmod(0o755)
+        unfinished.chmod(0o755)  # mkdtemp and safetensors make theirs private
+        for path in unfinished.rglob("*.safetensors"):
+            path.chmod(0o644)
         try:
             unfinished.rename(folder)
         except OSError:
