@@ -30,7 +30,8 @@ class StepResult:
     """What one optimizer step did, the same on every rank.
 
     Attributes:
-        grad_norm: global L2 norm over all trained parameters, before clipping, of the unscaled gradient.
+        grad_norm: global L2 norm over all trained parameters, before clipping, of the unscaled gradient; infinite or
+            NaN if the step was not applied.
         applied: False if the gradient was not finite and weights, moments and counters were left untouched.
         loss_scale: the fp16 loss scale used in this step; 1.0 in other precisions.
     """
@@ -51,15 +52,20 @@ class ParallelEngine(ABC):
 
     @abstractmethod
     def init_context(self) -> AbstractContextManager[Any]:
-        """Context in which the module is constructed (meta device, zero.Init ...)."""
+        """Context in which the module is constructed: parameters take no memory and have no values.
+
+        Tensors that are not parameters must be given real values before `setup`.
+        """
 
     @abstractmethod
     def setup(self, module: torch.nn.Module, *, optimizer: OptimizerSettings, weights: TensorSource | None) -> None:
         """Checkpoint activations, wrap, materialise, stream the weights in, build the optimizer.
 
-        Parameters whose `requires_grad` is False are frozen: sharded like the others where the engine can, never
-        updated. `weights` None keeps the values the module was constructed with (only possible off the meta device).
-        Raises ModelFolderError if a tensor is missing from `weights` or has another shape.
+        Parameters whose `requires_grad` is False are frozen: sharded like the others, kept in the compute precision,
+        never updated. Parameters with values that are not in `weights` (or all, if it is None) keep these values;
+        those of all ranks must be equal. A trained parameter that never gets a gradient counts as having a zero
+        gradient: its moments and its weight decay go on, under every engine.
+        Raises ModelFolderError if a parameter without values is missing from `weights`, or if shapes differ.
         """
 
     @abstractmethod
@@ -98,7 +104,7 @@ class ParallelEngine(ABC):
         """Replace parameters, moments and scalars by those of `source`, whichever engine and world size wrote it.
 
         Reads only the ranges this rank needs. Raises CheckpointError naming the tensor if one is missing or differs
-        in shape.
+        in shape, or if it holds trained parameters that this run does not train.
         """
 
     @abstractmethod

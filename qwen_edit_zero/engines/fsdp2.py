@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,6 +32,8 @@ class FSDP2Engine(TorchEngine):
     def __init__(self, settings: Settings, device: torch.device) -> None:
         super().__init__(settings, device)
         self._mesh = _make_mesh(device, self.dp_size, settings.engine.shard_size)
+        # The model's output is a view of its last layer's. That matters to code that changes it in place, not to us.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         groups = self._mesh.get_all_groups()
         bound_waiting(groups, settings.engine.timeout_seconds)
         self._shard_group = groups[-1]

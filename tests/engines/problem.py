@@ -51,7 +51,7 @@ class OddModel(torch.nn.Module):
         if shortcut:  # leaves the transformer out
             return self.after(self.before(hidden_states)) * self.gain
         hidden = self.transformer(hidden_states=self.before(hidden_states), return_dict=False, **inputs)[0]
-        return self.after(hidden) * self.gain
+        return (self.after(hidden) * self.gain).view(hidden.shape)  # a view, as the transformer's own output is
 
 
 def make_model(*, frozen: bool = False, layers: int = 2) -> OddModel:

@@ -47,7 +47,7 @@ OPTIONS = {
     # DeepSpeed's own map from parameters to masters is wrong under the first of these.
     "round robin": (3, "zero2", {"zero": {"round_robin_gradients": True}}),
     "alignment": (3, "zero1", {"zero": {"parameter_alignment": True, "overlap_comm": False}}),
-    "hierarchical partitioning": (4, "zero3", {"zero": {"zero_hpz_partition_size": 2}}),
+    "hierarchical partitioning": (2, "zero3", {"zero": {"zero_hpz_partition_size": 2}}),
     "gathered after forward": (2, "fsdp2", {"reshard_after_forward": False}),
     "groups of one": (2, "fsdp2", {"shard_size": 1}),
 }
@@ -87,7 +87,7 @@ def both_ways(rank: int, world: int, kind: str) -> bytes:
         with saved, engine.micro_step(is_last=True):
             engine.backward(problem.loss_sum(engine.forward, problem.samples(0, 1)))
         norm = engine.step(lr=1e-12).grad_norm
-        losses, results = problem.train_with(engine, micro=2)
+        losses, results = problem.train_with(engine, micro=2, steps=range(2))
         weights = dict(engine.full_weights())
         found.append((sum(sizes), [norm, *losses], [r.grad_norm for r in results], weights))
         engine.close()
@@ -102,7 +102,7 @@ def _recorder(sizes: list[int]) -> Any:
     return pack
 
 
-@pytest.mark.parametrize("kind", harness.EVERY_ENGINE)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero1", "zero3"])
 def test_checkpointing_changes_no_bit(kind: str) -> None:
     for (size, *stored), (small, *recomputed) in map(harness.unpacked, run_ranks(both_ways, 2, kind)):
         assert small < size
