@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from qwen_edit_zero.engines.blocks import repeated_blocks
 from qwen_edit_zero.engines.collectives import bound_waiting
-from qwen_edit_zero.engines.parameters import replace_parameters, trained
+from qwen_edit_zero.engines.parameters import replace_parameters
 from qwen_edit_zero.engines.torch_engine import TorchEngine
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.settings.models import Settings
@@ -91,7 +91,7 @@ class FSDP2Engine(TorchEngine):
         return not isinstance(parameter, DTensor)
 
     def _reduce_leftovers(self) -> None:
-        scalars = [p for p in trained(self.module).values() if not isinstance(p, DTensor)]
+        scalars = [p for p in self._trained.values() if not isinstance(p, DTensor)]
         if scalars:
             total = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in scalars])
             dist.all_reduce(total)

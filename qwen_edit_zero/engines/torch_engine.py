@@ -49,6 +49,7 @@ class TorchEngine(ParallelEngine):
         self._loss_scale = LossScale(settings.precision)
         self._steps = 0
         self._call: torch.nn.Module | None = None
+        self._trained: dict[str, torch.nn.Parameter] = {}
         self._stand_ins: dict[str, torch.nn.Parameter] = {}
         # Where the shards of one copy of the model are: the ranks over which norms and whole tensors are assembled.
         self._shard_group: dist.ProcessGroup | None = None
@@ -97,7 +98,8 @@ class TorchEngine(ParallelEngine):
         read_values([*self._shards(), *self._frozen_shards()], values)
         self._call = self._after_values(module)
 
-        for name, parameter in trained(module).items():
+        self._trained = trained(module)
+        for name, parameter in self._trained.items():
             if (local := self._local(parameter.detach())).numel():
                 self._stand_ins[name] = torch.nn.Parameter(local)
         self._clip_norm = optimizer.clip_norm
@@ -119,7 +121,7 @@ class TorchEngine(ParallelEngine):
         self._reduce_leftovers()
         scale = self._loss_scale.value
         gradients, counted = [], []
-        for name, parameter in trained(self.module).items():
+        for name, parameter in self._trained.items():
             stand_in = self._stand_ins.get(name)
             if stand_in is None:
                 continue
@@ -143,7 +145,7 @@ class TorchEngine(ParallelEngine):
             self._steps += 1
         self._loss_scale.update(finite=finite)
         self._optimizer.zero_grad(set_to_none=True)
-        for parameter in self.module.parameters():
+        for parameter in self._trained.values():
             parameter.grad = None
         return StepResult(grad_norm=norm, applied=finite, loss_scale=scale)
 
@@ -215,4 +217,5 @@ class TorchEngine(ParallelEngine):
 
     def close(self) -> None:
         self._call = None
+        self._trained.clear()
         self._stand_ins.clear()
