@@ -101,7 +101,8 @@ class FSDP2Engine(TorchEngine):
     @contextmanager
     def micro_step(self, *, is_last: bool) -> Iterator[None]:
         assert isinstance(self.module, FSDPModule), "setup comes first"
-        self.module.set_requires_gradient_sync(is_last)
+        # Unreduced gradients are whole: 4 bytes a parameter of the model on every rank, whatever their number.
+        self.module.set_requires_gradient_sync(is_last or self._settings.engine.reduce_every_micro_batch)
         self.module.set_is_last_backward(is_last)
         yield
 

@@ -119,7 +119,10 @@ def _precision(report: _Report) -> None:
 def _engine(report: _Report) -> None:
     backend = report.at("engine.backend")
     if report.settings.engine.backend != "fsdp2":
-        report.no_effect(("engine.shard_size", "engine.reshard_after_forward"), f"{backend} has no such option")
+        report.no_effect(
+            ("engine.shard_size", "engine.reshard_after_forward", "engine.reduce_every_micro_batch"),
+            f"{backend} has no such option",
+        )
     if report.settings.engine.backend != "deepspeed" and report.settings.engine.deepspeed is not None:
         places = [place for name, place in report.sources.items() if name.startswith("engine.deepspeed")]
         report.add(f"engine.deepspeed ({places[0]}) is given, but {backend} is no DeepSpeed; remove one of them")

@@ -49,6 +49,7 @@ OPTIONS = {
     "alignment": (3, "zero1", {"zero": {"parameter_alignment": True, "overlap_comm": False}}),
     "hierarchical partitioning": (2, "zero3", {"zero": {"zero_hpz_partition_size": 2}}),
     "gathered after forward": (2, "fsdp2", {"reshard_after_forward": False}),
+    "reduced once a step": (2, "fsdp2", {"reduce_every_micro_batch": False}),
     "groups of one": (2, "fsdp2", {"shard_size": 1}),
 }
 
