@@ -1,0 +1,79 @@
+"""Batch arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qwen_edit_zero.errors import SettingsError
+from qwen_edit_zero.settings.batch import derive_accumulation
+from qwen_edit_zero.settings.load import load_settings
+from qwen_edit_zero.settings.models import BatchSettings
+from tests.settings.loading import MINIMAL, message
+
+SIZES = st.integers(1, 200)
+
+
+@given(st.integers(1, 5000), SIZES, SIZES)
+def test_accumulation_makes_the_product_or_there_is_an_error(total: int, micro: int, world: int) -> None:
+    batch = BatchSettings(global_size=total, micro_size=micro)
+    try:
+        steps = derive_accumulation(batch, world)
+    except SettingsError:
+        assert total % (micro * world)
+    else:
+        assert steps * micro * world == total
+
+
+@given(st.integers(1, 5000), SIZES, SIZES)
+def test_the_sizes_that_the_message_lists_do_fit(total: int, micro: int, world: int) -> None:
+    if total % (micro * world) == 0:
+        return
+    with pytest.raises(SettingsError) as caught:
+        derive_accumulation(BatchSettings(global_size=total, micro_size=micro), world)
+    globals_, micros, worlds = (line.split(": ", 1)[1] for line in str(caught.value).splitlines()[1:])
+    fits = [BatchSettings(global_size=int(n), micro_size=micro) for n in globals_.split(", ")]
+    assert fits
+    for batch in fits:
+        derive_accumulation(batch, world)
+    for text in micros.split(", "):
+        if text.isdigit():
+            derive_accumulation(BatchSettings(global_size=total, micro_size=int(text)), world)
+    for text in worlds.split(", "):
+        if text.isdigit():
+            derive_accumulation(BatchSettings(global_size=total, micro_size=micro), int(text))
+
+
+def test_an_uneven_batch_is_found_while_loading_with_the_places(tmp_path: Path) -> None:
+    text = message(tmp_path, MINIMAL + "batch:\n  global_size: 8\n", world_size=3, overrides=["batch.micro_size=2"])
+    assert text.startswith(
+        "batch.global_size 8 (r.yaml:4) does not divide over 3 ranks with batch.micro_size 2 (override)"
+    )
+    assert "global sizes that fit: 6, 12, 18" in text
+    assert "numbers of ranks that fit both as they are: 1, 2, 4" in text
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8, 16, 64, 512])
+def test_the_demo_without_a_recipe_is_split_over_any_number_of_ranks_that_divides_or_exceeds_it(world: int) -> None:
+    stated = load_settings(None).settings.batch
+    assert stated.global_size % 2 == 0
+    if world < stated.global_size and stated.global_size % world:
+        return
+    batch = load_settings(None, world_size=world).settings.batch
+    assert batch.global_size == max(stated.global_size, world)
+    assert 1 <= batch.micro_size <= stated.micro_size
+    derive_accumulation(batch, world)
+
+
+def test_the_demo_on_ranks_that_do_not_divide_it_is_an_error() -> None:
+    world = load_settings(None).settings.batch.global_size - 1
+    with pytest.raises(SettingsError, match=f"does not divide over {world} ranks"):
+        load_settings(None, world_size=world)
+
+
+def test_what_the_command_line_says_about_the_demo_batch_is_not_changed() -> None:
+    with pytest.raises(SettingsError, match="does not divide over 4 ranks"):
+        load_settings(None, world_size=4, overrides=["batch.global_size=6", "batch.micro_size=1"])
