@@ -48,6 +48,17 @@ def _parser() -> ArgumentParser:
     verb = verbs.add_parser("report", help="draw the contact sheet and the loss plot of a run")
     verb.add_argument("run", type=Path, help="the folder of a run, such as runs/demo")
     verb.set_defaults(verb=_report)
+    checkpoint = verbs.add_parser("checkpoint", help="look at checkpoints").add_subparsers(
+        required=True, metavar="VERB"
+    )
+    for name, what in (
+        ("list", "the checkpoints of a run, and whether each is valid"),
+        ("show", "what a checkpoint holds and where it comes from"),
+        ("verify", "read every byte and compare it with its checksum; exit status 2 if something is wrong"),
+    ):
+        verb = checkpoint.add_parser(name, help=what, description=what)
+        verb.add_argument("path", type=Path, help="a run, such as runs/demo, or one of its checkpoints")
+        verb.set_defaults(verb=_checkpoint, action=name)
     hostfile = verbs.add_parser("hostfile", help="check hostfiles").add_subparsers(required=True, metavar="VERB")
     verb = hostfile.add_parser("check", help="say in plain words what a hostfile means")
     verb.add_argument("file", type=Path, help="a hostfile such as hostfiles/8node")
@@ -86,6 +97,17 @@ def _report(parsed: Namespace) -> int:
 
     for path in write_report(parsed.run):
         print(f"written: {path}")
+    return 0
+
+
+def _checkpoint(parsed: Namespace) -> int:
+    from qwen_edit_zero.checkpoints.describe import list_checkpoints, show_checkpoint, verify_text
+
+    if parsed.action == "verify":
+        text, is_sound = verify_text(parsed.path, _show_bytes if sys.stderr.isatty() else None)
+        print(text)
+        return 0 if is_sound else 2
+    print(list_checkpoints(parsed.path) if parsed.action == "list" else show_checkpoint(parsed.path))
     return 0
 
 
