@@ -1,0 +1,131 @@
+"""Ranks that end without a word, before the others have met them or in the middle of a collective."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+from tests.ranks import free_port
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = textwrap.dedent(
+    """
+    import os, signal, sys, time
+    sys.path.insert(0, sys.argv[1])
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    from qwen_edit_zero.cluster.failure import run_guarded
+    from qwen_edit_zero.cluster.identity import discover
+    from qwen_edit_zero.errors import SettingsError
+
+    def main():
+        identity = discover()
+        if sys.argv[2] == "early" and identity.rank == 1:
+            raise SettingsError("the recipe of this node is another one")
+        from qwen_edit_zero.cluster import process_group
+        process_group.start(identity, timeout_seconds=600, device="cpu")
+        import torch, torch.distributed as dist
+        if sys.argv[2] == f"kill {identity.rank}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[2] == "kill 0":
+            time.sleep(600)  # busy with something that notices nothing
+        dist.all_reduce(torch.ones(1))
+        process_group.stop()
+        return 0
+
+    sys.exit(run_guarded(main))
+    """
+)
+
+
+def run(tmp_path: Path, case: str) -> tuple[list[int], str, float]:
+    """Exit statuses of two ranks that no launcher looks after, what they wrote, and the seconds it took."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    began = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(ROOT), case],
+            env={**os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    try:
+        text = "".join(rank.communicate(timeout=100)[0] for rank in ranks)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [rank.returncode for rank in ranks], text, time.monotonic() - began
+
+
+def test_a_job_without_mistakes_ends_well(tmp_path: Path) -> None:
+    assert run(tmp_path, "none")[:2] == ([0, 0], "")
+
+
+def test_a_rank_that_waits_to_meet_another_is_freed_when_that_one_has_failed(tmp_path: Path) -> None:
+    statuses, text, seconds = run(tmp_path, "early")
+    assert statuses == [2, 2]
+    assert text.count("the recipe of this node is another one") == 1
+    assert "error on rank 1" in text
+    assert seconds < 60
+
+
+def test_a_killed_rank_is_told_in_words(tmp_path: Path) -> None:
+    statuses, text, seconds = run(tmp_path, "kill 1")
+    assert statuses == [1, -signal.SIGKILL]
+    assert "another rank ended without a word" in text
+    assert "Traceback" not in text
+    assert seconds < 60
+
+
+def test_the_end_of_rank_0_ends_ranks_that_are_busy(tmp_path: Path) -> None:
+    statuses, text, seconds = run(tmp_path, "kill 0")
+    assert statuses == [-signal.SIGKILL, 1]
+    assert "lost contact with rank 0" in text
+    assert seconds < 60
+
+
+def guarded(body: str, rank: str | None = None) -> tuple[int, str]:
+    """Exit status and error output of one process without torch whose main does `body`."""
+    code = f"from qwen_edit_zero.cluster.failure import run_guarded\nimport sys, os, signal\ndef main():\n    {body}\n"
+    environment = {"PATH": os.environ["PATH"], **({} if rank is None else {"RANK": rank, "LOCAL_RANK": rank})}
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit(run_guarded(main))"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_single_process_ends_with_the_status_of_what_happened() -> None:
+    assert guarded("return 0") == (0, "")
+    assert guarded("return 3") == (3, "")
+    assert guarded("sys.exit(0)") == (0, "")
+    assert guarded("os.kill(os.getpid(), signal.SIGINT)") == (130, "interrupted\n")
+    status, text = guarded("1 / 0")
+    assert status == 1
+    assert text.startswith("Traceback")
+    assert text.endswith("error: ZeroDivisionError: division by zero\n")
+
+
+def test_before_ranks_meet_rank_0_speaks_at_once_and_others_leave_time_for_the_launcher() -> None:
+    mistake = "from qwen_edit_zero.errors import DataError; raise DataError('no picture')"
+    began = time.monotonic()
+    assert guarded(mistake, "0") == (2, "error: no picture\n")
+    at_once = time.monotonic() - began
+    began = time.monotonic()
+    status, text = guarded(mistake, "1")
+    assert status == 2
+    assert text.startswith("error on rank 1 (")
+    assert time.monotonic() - began > at_once + 1.5
