@@ -14,8 +14,6 @@ from pydantic import BaseModel
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.settings.problems import shown_value
 
-_GPU_ATTENTION = ("flash", "sage", "xformers", "cudnn", "efficient", "aiter")
-
 
 class _Report:
     def __init__(self, settings: Settings, sources: Mapping[str, str]) -> None:
@@ -148,13 +146,4 @@ def world_problems(settings: Settings, sources: Mapping[str, str], world_size: i
     if shard is not None and world_size % shard:
         fitting = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         report.add(f"{report.at('engine.shard_size')} does not divide {world_size} ranks; sizes that do: {fitting}")
-    return report.lines
-
-
-def device_problems(settings: Settings, sources: Mapping[str, str], device_type: str) -> list[str]:
-    """One line for every setting that cannot be computed on `device_type` ("cuda" or "cpu")."""
-    report = _Report(settings, sources)
-    attention = settings.model.attention
-    if device_type == "cpu" and any(word in attention for word in _GPU_ATTENTION):
-        report.add(f"{report.at('model.attention')} needs a GPU, and this run is on CPU; use auto or native")
     return report.lines
