@@ -15,5 +15,5 @@ fi
 echo "Installing ${missing[*]} ..."
 export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq >/dev/null || true
-apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null ||
+apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null 2>&1 ||
     echo "apt-get could not install ${missing[*]}; the tests that need them will be skipped."

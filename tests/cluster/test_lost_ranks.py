@@ -29,6 +29,8 @@ PROGRAM = textwrap.dedent(
         from qwen_edit_zero.cluster import process_group
         process_group.start(identity, timeout_seconds=600, device="cpu")
         import torch, torch.distributed as dist
+        dist.all_reduce(torch.ones(1))  # both have met
+        dist.barrier()
         if sys.argv[2] == f"kill {identity.rank}":
             os.kill(os.getpid(), signal.SIGKILL)
         if sys.argv[2] == "kill 0":
