@@ -21,7 +21,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt torch
 	$(PIP) install -c constraints.txt -e .
-	$(BIN)/python tools/prebuild_ops.py
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

@@ -219,7 +219,12 @@ class Accelerate(Loop):
         super().__init__(folder, run, accumulation)
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, GradientState, PartialState
-        from accelerate.utils import DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
+        from accelerate.utils import (
+            DeepSpeedPlugin,
+            DistributedType,
+            FullyShardedDataParallelPlugin,
+            GradientAccumulationPlugin,
+        )
 
         for state in (AcceleratorState, GradientState, PartialState):
             state._shared_state.clear()  # one engine a process, it thinks
@@ -242,9 +247,12 @@ class Accelerate(Loop):
                 reshard_after_forward=True,
             )
             options = {"fsdp_plugin": plugin}
-        self._accelerator = Accelerator(
-            gradient_accumulation_steps=accumulation, mixed_precision="bf16", **options
-        )
+        if run.engine.backend == "fsdp2":
+            # As the others: keep shards of gradients only. It would keep whole ones and reduce them once.
+            options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(accumulation, sync_each_batch=True)
+        else:
+            options["gradient_accumulation_steps"] = accumulation
+        self._accelerator = Accelerator(mixed_precision="bf16", **options)
         module = whole_module(folder)
         self._model, self._optimizer = self._accelerator.prepare(module, self._adamw(module))
         is_deepspeed = run.engine.backend == "deepspeed"

@@ -27,4 +27,6 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _text(cell: object) -> str:
+    if isinstance(cell, float):
+        return f"{cell:,.0f}"
     return f"{cell:,}" if isinstance(cell, int) else str(cell)

@@ -39,13 +39,12 @@ from qwen_edit_zero.settings.models import OptimizerSettings, Settings
 class ZeroEngine(ParallelEngine):
     """ZeRO: fp32 masters and moments are sharded; so are gradients from stage 2 and parameters in stage 3."""
 
-    name = "deepspeed"
-
     def __init__(self, settings: Settings, device: torch.device) -> None:
         assert dist.is_initialized(), "the process group is started before an engine is made"
         if settings.engine.deepspeed is None:
             raise SettingsError("engine.backend is deepspeed but there is no DeepSpeed configuration; give --ds FILE.")
         self.stage = zero_stage(settings.engine.deepspeed)
+        self.name = f"zero{self.stage}"
         if settings.model.compile and self.stage == 3:
             raise SettingsError(
                 "model.compile is on under ZeRO-3, whose hooks in every layer break compiled code into pieces slower "
