@@ -7,6 +7,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from tests.ranks import run_ranks
 REDUCTIONS = ("allreduce", "reduce_scatter", "reduce")
 
 
-def reductions_of_micro_steps(rank: int, world: int, kind: str) -> list[dict[str, int]]:
+def reductions_of_micro_steps(rank: int, world: int, kind: str, settings: dict[str, Any]) -> list[dict[str, int]]:
     """The gradient reductions in each of three micro-batches of a step, by the name of the collective."""
-    engine = harness.build(kind, None)
+    engine = harness.build(kind, None, **settings)
     counts = []
     for i in range(3):
         with CollectiveCensus() as census, engine.micro_step(is_last=i == 2):
@@ -33,18 +34,42 @@ def reductions_of_micro_steps(rank: int, world: int, kind: str) -> list[dict[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "collective"), [("ddp", "allreduce"), ("fsdp2", "reduce_scatter"), ("zero1", "reduce")]
+    ("kind", "collective", "settings"),
+    [
+        ("ddp", "allreduce", {}),
+        ("fsdp2", "reduce_scatter", {"reduce_every_micro_batch": False}),
+        ("zero1", "reduce", {}),
+    ],
 )
-def test_gradients_are_reduced_in_the_last_micro_batch_only(kind: str, collective: str) -> None:
-    first, second, last = run_ranks(reductions_of_micro_steps, 2, kind)[0]
+def test_gradients_are_reduced_in_the_last_micro_batch_only(
+    kind: str, collective: str, settings: dict[str, Any]
+) -> None:
+    first, second, last = run_ranks(reductions_of_micro_steps, 2, kind, settings)[0]
     assert first == second == {}
     assert last.keys() == {collective}
 
 
+def gradient_elements(rank: int, world: int) -> tuple[int, int]:
+    """Elements of gradients held between two micro-batches, and of the model."""
+    engine = harness.build("fsdp2", None)
+    with engine.micro_step(is_last=False):
+        engine.backward(problem.loss_sum(engine.forward, problem.samples(0, 1)))
+    held = sum(p.grad.to_local().numel() for p in engine.module.parameters() if isinstance(p.grad, DTensor))
+    whole = sum(p.numel() for p in engine.module.parameters())
+    engine.close()
+    return held, whole
+
+
+def test_fsdp2_holds_shards_of_gradients_while_it_accumulates() -> None:
+    """Without a reduction in every micro-batch each rank would hold a whole fp32 gradient: 82 GB of this model."""
+    for held, whole in run_ranks(gradient_elements, 2):
+        assert 0 < held < 0.6 * whole
+
+
 def test_zero_reduces_gradients_to_their_owners_instead_of_all_reducing_them() -> None:
-    for counts in run_ranks(reductions_of_micro_steps, 2, "zero2")[0]:
+    for counts in run_ranks(reductions_of_micro_steps, 2, "zero2", {})[0]:
         assert counts.keys() == {"reduce"}
-    for counts in run_ranks(reductions_of_micro_steps, 2, "zero3")[0]:
+    for counts in run_ranks(reductions_of_micro_steps, 2, "zero3", {})[0]:
         assert counts.keys() == {"reduce_scatter"}
 
 
