@@ -57,10 +57,13 @@ CASES: dict[str, tuple[int, dict[str, tuple[str, Formula]]]] = {
 CASES["zero2"] = CASES["zero1"]
 # Beside it, DeepSpeed without us: the shipped JSON with buckets as DeepSpeed reduces them, and no JSON but a stage.
 DEFAULTS = {
-    "DeepSpeed, zero2.json but its own buckets": {
-        **problem.deepspeed_config("zero2", use_multi_rank_bucket_allreduce=True)
+    "DeepSpeed, zero2.json with DeepSpeed's own way of reducing": problem.deepspeed_config(
+        "zero2", use_multi_rank_bucket_allreduce=True
+    ),
+    "DeepSpeed, ZeRO-2 and nothing else said (gradients in bf16)": {"zero_optimization": {"stage": 2}},
+    "the same, use_multi_rank_bucket_allreduce off": {
+        "zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": False}
     },
-    "DeepSpeed, ZeRO-2 and nothing else said": {"zero_optimization": {"stage": 2}},
 }
 TRANSFERS = {"all-reduce": 2}  # of each byte of payload in a ring, times (W - 1)/W; 1 in all other collectives
 
@@ -87,16 +90,16 @@ def measure() -> list[Table]:
         f"in bf16, gradients in fp32. N = {s.whole:,}, R = {s.root:,} outside of blocks, U = {s.without_gradient:,} "
         f"without gradient, T = {s.tensors} tensors (DDP's map of unused ones), P = {s.persistent:,} always gathered, "
         f"G = {s.gathered_once:,} gathered in forward only (U's matrices; the last layer, whose backward comes at "
-        f"once), S = 2 ranks in a shard group. One micro-batch; each further one adds what is between the braces of "
-        f"FSDP2's and ZeRO-3's all-gathers and a reduction (none under DDP and ZeRO-1). ZeRO-3 with "
+        f"once), S = 2 ranks in a shard group. One micro-batch; each further one adds all of it again under FSDP2 "
+        f"and ZeRO-3 (but for ZeRO-3's P), the reduction under ZeRO-2, nothing under DDP and ZeRO-1. ZeRO-3 with "
         f"stage3_max_live_parameters = 1, so that nothing stays gathered from forward to backward; as shipped, up to "
         f"1 G elements do, which saves up to 2 GB of the backward's all-gather."
     )
     columns = ["engine", "ranks", "collective", "calls", "payload, bytes", "formula", "= bytes", "found"]
     ring = (
-        "Sum of payloads, all-reduces twice, as a ring transfers them; times (W - 1)/W. The last two lines are raw "
-        "DeepSpeed; the very last reduces in bf16, so its counterpart is 4 N (2 N of gradients to their owners, 2 N of "
-        "parameters), 1.5 times less."
+        "Sum of payloads, all-reduces twice, as a ring transfers them; times (W - 1)/W. The last three lines are raw "
+        "DeepSpeed. Its default all-reduces every bucket: 1.5 times the bytes if gradients travel in bf16, and 1.67 "
+        "times in fp32."
     )
     return [
         Table("Collectives of a step", columns, rows, notes),
