@@ -44,7 +44,7 @@ class MemoryCensus:
         return dict(totals)
 
 
-class WireCensus(TorchDispatchMode):
+class WireCensus(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, adds up the payload of every collective by kind.
 
     A payload is what the collective is about: an all-gather's output, a reduce-scatter's input, the tensor that is
@@ -60,7 +60,7 @@ class WireCensus(TorchDispatchMode):
     }
 
     def __init__(self, small: int = 16) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self._small = small

@@ -54,9 +54,7 @@ def measure() -> list[Table]:
         f"set from before the model is built to after setup, less what was resident before; the largest rank. The "
         f"whole model in fp32 would be {4 * s.whole / MIB:,.0f} MiB. All of the optimizer's state is there at the end."
     )
-    columns = [
-        "engine", "ranks", "peak, MiB", "held after, MiB", "a rank's share, MiB", "peak beyond it", "in blocks", "seconds"
-    ]  # fmt: skip
+    columns = ["engine", "ranks", "peak, MiB", "held after", "a rank's share", "peak beyond it", "in blocks", "seconds"]
     return [Table("Memory while loading", columns, rows, notes)]
 
 

@@ -89,4 +89,4 @@ def formulas(kind: str, ranks: int) -> dict[str, tuple[str, float]]:
             STEP: ("2 N + 12 N/W", 2 * n + 12 * n / ranks),
         }
     always = 18 * n / ranks + 4 * BUCKET + 2 * s.persistent
-    return {moment: ("18 N/W + 4 B + 2 P", always) for moment in (BETWEEN, BACKWARD, STEP)}
+    return dict.fromkeys((BETWEEN, BACKWARD, STEP), ("18 N/W + 4 B + 2 P", always))

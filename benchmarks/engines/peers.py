@@ -7,6 +7,7 @@ A loop returns the mean loss over the samples of its step, over all ranks.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from diffusers import QwenImageTransformer2DModel
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.engines import problem
@@ -49,7 +51,8 @@ class Loop(ABC):
         """One optimizer step."""
 
     def close(self) -> None:
-        """Release what the loop holds."""
+        """Release what the loop holds beyond its own attributes."""
+        return
 
     def _adamw(self, module: torch.nn.Module) -> torch.optim.AdamW:
         o = self.run.optimizer
@@ -109,7 +112,7 @@ class Ours(Loop):
         return StepBatches(len(self._given), iter(list(self._given)).__next__)
 
 
-def whole_module(folder: ModelFolder) -> torch.nn.Module:
+def whole_module(folder: ModelFolder) -> QwenImageTransformer2DModel:
     """The module with its values, in fp32, as a hand-written loop has it before it wraps it."""
     module = build_transformer(folder)
     weights = problem.SeededWeights(module)
@@ -122,7 +125,7 @@ class RawFSDP2(Loop):
 
     def __init__(self, folder: ModelFolder, run: Settings, accumulation: int) -> None:
         super().__init__(folder, run, accumulation)
-        self._module: Any = whole_module(folder)
+        self._module = whole_module(folder)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in self._module.transformer_blocks:
             fully_shard(block, mp_policy=policy)
@@ -278,9 +281,7 @@ class Fabric(Loop):
 
     def __init__(self, folder: ModelFolder, run: Settings, accumulation: int) -> None:
         super().__init__(folder, run, accumulation)
-        import lightning_fabric
-        from lightning_fabric.strategies import ModelParallelStrategy
-
+        fabric = importlib.import_module("lightning_fabric")
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
         def parallelize(module: Any, mesh: Any) -> Any:
@@ -288,9 +289,11 @@ class Fabric(Loop):
                 fully_shard(block, mesh=mesh["data_parallel"], mp_policy=policy)
             return fully_shard(module, mesh=mesh["data_parallel"], mp_policy=policy)
 
-        strategy = ModelParallelStrategy(parallelize, data_parallel_size=self.ranks, tensor_parallel_size=1)
+        strategy = fabric.strategies.ModelParallelStrategy(
+            parallelize, data_parallel_size=self.ranks, tensor_parallel_size=1
+        )
         with contextlib.redirect_stderr(io.StringIO()):
-            self._fabric = lightning_fabric.Fabric(accelerator="cpu", devices=self.ranks, strategy=strategy)
+            self._fabric = fabric.Fabric(accelerator="cpu", devices=self.ranks, strategy=strategy)
             self._fabric.launch()
         module = whole_module(folder)
         self._model = self._fabric.setup_module(module)

@@ -1,4 +1,4 @@
-"""What all engine benchmarks train: the real transformer class in a size of their choice, with seeded weights and data."""
+"""What all engine benchmarks train: the real transformer class in a size of their choice, seeded weights and data."""
 
 from __future__ import annotations
 

@@ -33,26 +33,30 @@ class Stopwatch:
 def ours(engine_kind: str, folder_path: str, watch: Stopwatch) -> None:
     """As `qwen_edit_zero/train.py` and `training/run.py` do it."""
     import qwen_edit_zero.train
-    import qwen_edit_zero.training.run as run_module
+    import qwen_edit_zero.training.run  # noqa: F401  (what the command imports, whether used here or not)
     from benchmarks.engines import problem
     from qwen_edit_zero.cluster import process_group
     from qwen_edit_zero.cluster.identity import discover
+    from qwen_edit_zero.edit_model.folder import open_model_folder
+    from qwen_edit_zero.edit_model.initial import initial_source
+    from qwen_edit_zero.edit_model.transformer import build_transformer
     from qwen_edit_zero.engines.factory import make_engine
+    from qwen_edit_zero.training.task import EditTask
 
     watch.mark("import")
     run = problem.settings(engine_kind)
     identity = discover()
     device = process_group.start(identity, timeout_seconds=300, device="cpu")
     watch.mark("meet")
-    folder = run_module.open_model_folder(folder_path)
+    folder = open_model_folder(folder_path)
     engine = make_engine(run, device=device)
     with engine.init_context():
-        module = run_module.build_transformer(folder)
+        module = build_transformer(folder)
     watch.mark("build")
-    source = run_module.initial_source(folder, module, seed=0)
+    source = initial_source(folder, module, seed=0)
     engine.setup(module, optimizer=run.optimizer, weights=source)
     watch.mark("load")
-    task = run_module.EditTask(folder, run)
+    task = EditTask(folder, run)
     problem.run_backward(engine, task, problem.batches(0, identity.rank, 1)[0], is_last=True)
     engine.step(lr=1e-4)
     watch.mark("first step")

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 CONFIG = problem.transformer_config(width=256, layers=4)
 # Nothing stays gathered from one use to the next. (As shipped, up to 1 G elements do, which is more than this model.)
-NOTHING_KEPT = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 1}
+NOTHING_KEPT: dict[str, Any] = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 1}
 Formula = Callable[[Sizes], int]
 # engine: ranks, {kind of collective: (formula, its value)}
 CASES: dict[str, tuple[int, dict[str, tuple[str, Formula]]]] = {
@@ -147,5 +147,3 @@ def _same(traffic: list[Traffic]) -> Traffic:
 def _total(name: str, found: Traffic, s: Sizes) -> list[object]:
     total = sum(payload * TRANSFERS.get(collective, 1) for collective, payload in found.bytes.items())
     return [name, total, f"{total / s.whole:.2f}"]
-
-
