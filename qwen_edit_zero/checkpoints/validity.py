@@ -15,6 +15,7 @@ from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE
 from qwen_edit_zero.errors import CheckpointError
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Look = Callable[[Path], None]
 
 
 def check_checkpoint(path: Path) -> ManifestHead:
@@ -68,12 +69,17 @@ class Latest:
     passed_over: tuple[tuple[Path, str], ...]
 
 
-def latest_checkpoint(folder: Path) -> Latest:
-    """Find the newest valid checkpoint in a `checkpoints` folder (which need not exist)."""
+def latest_checkpoint(folder: Path, look: Look | None = None) -> Latest:
+    """Find the newest valid checkpoint in a `checkpoints` folder (which need not exist).
+
+    `look` raises CheckpointError for one that is to be passed over although it is whole as far as names and sizes tell.
+    """
     passed_over = []
     for path in reversed(layout.checkpoint_folders(folder)):
         try:
             check_checkpoint(path)
+            if look is not None:
+                look(path)
         except CheckpointError as error:
             passed_over.append((path, str(error)))
         else:
@@ -81,20 +87,23 @@ def latest_checkpoint(folder: Path) -> Latest:
     return Latest(None, tuple(passed_over))
 
 
-def find_checkpoint(source: Path) -> Latest:
+def find_checkpoint(source: Path, look: Look | None = None) -> Latest:
     """The checkpoint meant by a user's path: a checkpoint, a run (its newest valid one), or its `checkpoints` folder.
 
+    `look` as in `latest_checkpoint`.
     Raises CheckpointError if a path to one checkpoint is given and that one is not valid, or if there is none.
     """
     if (source / layout.MANIFEST).exists() or layout.step_of(source) is not None:
         if not source.is_dir():
             raise layout.refuse_source(source)
         check_checkpoint(source)
+        if look is not None:
+            look(source)
         return Latest(source, ())
     folder = layout.holds_checkpoints(source) if source.is_dir() else None
     if folder is None:
         raise layout.refuse_source(source)
-    latest = latest_checkpoint(folder)
+    latest = latest_checkpoint(folder, look)
     if latest.path is None:
         reasons = "; ".join(reason for _, reason in latest.passed_over) or "no checkpoint was finished in it"
         raise CheckpointError(f"{folder} holds no valid checkpoint: {reasons}")
@@ -107,6 +116,9 @@ class Fault:
 
     file: str
     message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.message}"
 
 
 def verify_checkpoint(

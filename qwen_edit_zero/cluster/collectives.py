@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -22,6 +24,15 @@ def sum_over_ranks(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 def any_rank(flag: bool, device: torch.device) -> bool:
     """True on every rank if `flag` is true on at least one."""
     return bool(sum_over_ranks(torch.tensor([int(flag)]), device).item())
+
+
+def gather_objects(mine: Any) -> list[Any]:
+    """What every rank gave, in the order of ranks, on every rank; small objects only."""
+    if not _many():
+        return [mine]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def barrier() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from PIL import Image
 
 from qwen_edit_zero.assets import demo_manifest
+from qwen_edit_zero.cluster.collectives import gather_objects
 from qwen_edit_zero.edit_data.buckets import Bucket, assign_buckets
 from qwen_edit_zero.edit_data.cache import CachedSample, ConditioningCache
 from qwen_edit_zero.edit_data.fill import FilledCache, fill_cache
@@ -150,21 +149,13 @@ def _fill(
             encode,
             rank=rank,
             world_size=world_size,
-            exchange=_exchange,
+            exchange=gather_objects,
             on_error=data.on_error,
             on_progress=on_progress,
         )
     finally:
         for bar in progress.values():
             bar.close()
-
-
-def _exchange(mine: Any) -> list[Any]:
-    if not dist.is_initialized():
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _report(path: Path, rows: int, refused: Sequence[object]) -> None:

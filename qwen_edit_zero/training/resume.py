@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
-from qwen_edit_zero.checkpoints.validity import find_checkpoint, latest_checkpoint
+from qwen_edit_zero.checkpoints.validity import find_checkpoint, latest_checkpoint, verify_checkpoint
+from qwen_edit_zero.cluster.collectives import gather_objects
 from qwen_edit_zero.errors import CheckpointError
 
 AUTO, NONE = "auto", "none"
@@ -42,17 +43,33 @@ _SETTING = {
 }
 
 
-def choose_checkpoint(resume: str, checkpoints: Path, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint that `--resume` means; None to start from the base model.
+def choose_checkpoint(
+    resume: str, checkpoints: Path, say: Callable[[str], None], *, rank: int, world_size: int
+) -> Path | None:
+    """The checkpoint that `--resume` means; None to start from the base model. Collective.
 
-    `auto` takes the newest valid one of the run and says why newer ones were passed over; a path takes that one
-    (or a run's newest). Raises CheckpointError if a path leads to none.
+    `auto` takes the newest sound one of the run and says why newer ones were passed over; a path takes that one
+    (or a run's newest). Every byte is compared with its checksum, the files dealt out to the ranks: a rank that later
+    reads a part of what another number of ranks wrote cannot check it. Raises CheckpointError if a path leads to none.
     """
     if resume == NONE:
         return None
-    found = latest_checkpoint(checkpoints) if resume == AUTO else find_checkpoint(Path(resume).expanduser())
+
+    def look(path: Path) -> None:
+        faults = gather_objects([str(f) for f in verify_checkpoint(path, share=(rank, world_size))])
+        if found := [fault for of_rank in faults for fault in of_rank]:
+            raise CheckpointError(f"{path} is damaged: {'; '.join(found[:3])}")
+
+    source = Path(resume).expanduser()
+    found = latest_checkpoint(checkpoints, look) if resume == AUTO else find_checkpoint(source, look)
     for path, reason in found.passed_over:
         say(f"passing over checkpoint {path.name}: {reason}")
+    if found.path is None and found.passed_over:
+        raise CheckpointError(
+            f"none of the {len(found.passed_over)} checkpoints in {checkpoints} can be used; starting from the base model "
+            "would end in their place. Restore one of them, or start over with --resume none, which keeps them beside "
+            "the new run"
+        )
     return found.path
 
 

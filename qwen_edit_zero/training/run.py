@@ -80,7 +80,9 @@ class _Run:
             if aside is not None:
                 print(f"starting over: what the earlier run {settings.run.name} left is now in {aside}")
         barrier()
-        checkpoint = resuming.choose_checkpoint(self.resume, self.checkpoints, self.say)
+        checkpoint = resuming.choose_checkpoint(
+            self.resume, self.checkpoints, self.say, rank=self.rank, world_size=self.world
+        )
         conditioned = condition(
             settings,
             self.folder,

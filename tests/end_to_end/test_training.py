@@ -65,6 +65,28 @@ def test_a_run_goes_on_under_another_engine_and_number_of_ranks_as_if_it_had_not
     assert losses(folder) == pytest.approx(losses(runs / "single"), rel=1e-5)
 
 
+def test_a_damaged_checkpoint_is_never_gone_on_from_whatever_the_number_of_ranks(runs: Path, recipe: str) -> None:
+    import shutil
+
+    folder = Path(shutil.copytree(runs / "single", runs / "damaged"))
+    file = folder / "checkpoints" / "step-00000004" / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    ended = run("torchrun", recipe, *ENGINE["fsdp2"], f"run.dir={runs}", "run.name=damaged", cwd=runs)
+    assert ended.status == 0, ended.text
+    assert "passing over checkpoint step-00000004" in ended.output
+    assert "(step 2, written by ddp)" in ended.output
+    assert losses(folder) == pytest.approx(losses(runs / "single"), rel=1e-5)
+
+    for broken in (folder / "checkpoints").glob("step-*/rank-00000.safetensors"):
+        broken.write_bytes(broken.read_bytes()[:-1])
+    ended = run("python", recipe, *ENGINE["ddp"], f"run.dir={runs}", "run.name=damaged", cwd=runs)
+    assert ended.status == 2
+    assert "can be used; starting from the base model" in ended.error
+    assert len(metrics(folder)) == 4
+
+
 def test_a_finished_run_says_so_and_trains_no_further(runs: Path, recipe: str) -> None:
     again = run("python", *ENGINE["ddp"], recipe, f"run.dir={runs}", "run.name=single", cwd=runs)
     assert again.status == 0
