@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -44,6 +45,9 @@ def _parser() -> ArgumentParser:
         help="text encoder, VAE ...: hard links to the base model's files (default), copies, or left out",
     )
     verb.add_argument("--overwrite", action="store_true", help="replace OUT if this command wrote it before")
+    verb.add_argument(
+        "--adapter", action="store_true", help="of a LoRA run: only the adapter, for pipeline.load_lora_weights(OUT)"
+    )
     verb.set_defaults(verb=_consolidate)
     verb = verbs.add_parser("report", help="draw the contact sheet and the loss plot of a run")
     verb.add_argument("run", type=Path, help="the folder of a run, such as runs/demo")
@@ -69,7 +73,29 @@ def _parser() -> ArgumentParser:
     return parser
 
 
+def _export_adapter(checkpoint: Path, out: Path) -> int:
+    from qwen_edit_zero.checkpoints.reader import CheckpointReader
+    from qwen_edit_zero.checkpoints.validity import find_checkpoint
+    from qwen_edit_zero.edit_model.lora import save_lora
+    from qwen_edit_zero.errors import CheckpointError
+    from qwen_edit_zero.settings.models import LoraSettings
+
+    found = find_checkpoint(checkpoint).path
+    assert found is not None
+    with CheckpointReader(found) as reader:
+        lora = reader.manifest.model.lora
+        if lora is None:
+            raise CheckpointError(f"{found} holds no adapter: its run had no model.lora. Leave --adapter out")
+        shapes = {name: reader.shape(name) for name in reader.names()}
+        weights = ((name, reader.read(name, 0, math.prod(shape)).reshape(shape)) for name, shape in shapes.items())
+        settings = LoraSettings.model_validate(lora.model_dump())
+        print(f"written: {save_lora(out, weights, settings)}")
+    return 0
+
+
 def _consolidate(parsed: Namespace) -> int:
+    if parsed.adapter:
+        return _export_adapter(parsed.checkpoint, parsed.out)
     from qwen_edit_zero.checkpoints.consolidate import consolidate
     from qwen_edit_zero.edit_model.folder import open_model_folder
 

@@ -41,7 +41,7 @@ def main() -> int:
     minutes = (time.monotonic() - began) / 60
     newest = sorted((RUN / "samples").glob("step-*"))[-1]
     rows = measure(newest)
-    table = as_table(rows, f"{newest.name}, {minutes:.1f} minutes, 2 ranks on {torch.get_num_threads()} threads each")
+    table = as_table(rows, f"{newest.name}, {minutes:.1f} minutes on 2 ranks")
     print(table)
     (RUN / "learning.md").write_text(table, encoding="utf-8")
     wins = sum(output > untouched for _, output, untouched, _ in summary(rows))
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def train(overrides: list[str]) -> None:
-    """The mission's command, with the benchmark's recipe."""
+    """The ordinary command, with the benchmark's recipe."""
     command = [
         str(Path(sys.executable).parent / "deepspeed"),
         "--hostfile",

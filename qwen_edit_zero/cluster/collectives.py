@@ -21,11 +21,6 @@ def sum_over_ranks(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return moved.cpu()
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """True on every rank if `flag` is true on at least one."""
-    return bool(sum_over_ranks(torch.tensor([int(flag)]), device).item())
-
-
 def gather_objects(mine: Any) -> list[Any]:
     """What every rank gave, in the order of ranks, on every rank; small objects only."""
     if not _many():

@@ -50,6 +50,7 @@ def cross_field_problems(settings: Settings, sources: Mapping[str, str]) -> list
     _batch_and_schedule(report)
     _model(report)
     _flow(report)
+    _checkpoint(report)
     _precision(report)
     _engine(report)
     _sampling(report)
@@ -88,6 +89,14 @@ def _model(report: _Report) -> None:
         report.add(f"{report.at('model.lora.targets')} leaves nothing to train; name module endings such as attn.to_q")
     if "*" in model.freeze:
         report.add(f"{report.at('model.freeze')} freezes every parameter, so nothing would train")
+
+
+def _checkpoint(report: _Report) -> None:
+    if report.settings.checkpoint.asynchronous:
+        report.add(
+            f"{report.at('checkpoint.asynchronous')} is asked for, but this version writes checkpoints while training "
+            "waits; set it to false"
+        )
 
 
 def _flow(report: _Report) -> None:

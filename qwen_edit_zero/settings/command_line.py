@@ -60,7 +60,11 @@ def train_parser(prog: str) -> Parser:
     parser.add_argument(
         "--resume", default=None, metavar="auto|none|PATH", help="the checkpoint to go on from (auto: the newest)"
     )
-    parser.add_argument("--fast-dev-run", action="store_true", help="two steps, one checkpoint, one picture")
+    parser.add_argument(
+        "--fast-dev-run",
+        action="store_true",
+        help="two steps on 16 samples, one checkpoint, one picture, in NAME-fast-dev-run, started over each time",
+    )
     parser.add_argument("--print-settings", action="store_true", help="print all settings and their sources, and end")
     parser.add_argument("--local_rank", "--local-rank", type=int, dest="local_rank", help=argparse.SUPPRESS)
     return parser

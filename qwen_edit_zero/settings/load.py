@@ -35,6 +35,7 @@ _FAST_DEV_RUN: dict[tuple[str, str], Any] = {
     ("sampling", "every"): None,
     ("sampling", "count"): 1,
     ("sampling", "steps"): 2,
+    ("data", "max_samples"): 16,
 }
 BACKEND = ("engine", "backend")
 DEEPSPEED = ("engine", "deepspeed")
@@ -73,6 +74,8 @@ def load_settings(
     if fast_dev_run:
         _lay_fast_dev_run(stated)
     stated.lay_over(said)
+    if fast_dev_run:
+        _name_fast_dev_run(stated)
     _choose_engine(stated, said, ds=ds, engine=engine)
     json_layer = _deepspeed_json(stated, ds)
     claims: list[deepspeed_config.Claim] = []
@@ -123,6 +126,10 @@ def _lay_fast_dev_run(stated: Layer) -> None:
         stated.put(path, value, "--fast-dev-run")
     if stated.has(("run", "epochs")):
         stated.put(("run", "epochs"), None, "--fast-dev-run")
+
+
+def _name_fast_dev_run(stated: Layer) -> None:
+    """Whatever the run's name: a trial starts over each time, and must not move a real run aside."""
     name = stated.get(("run", "name")) if stated.has(("run", "name")) else Settings.model_fields["run"].default.name
     if isinstance(name, str):
         stated.put(("run", "name"), f"{name}-fast-dev-run", "--fast-dev-run")

@@ -61,6 +61,7 @@ class DataSettings(Section):
     condition_area: Annotated[int, Field(ge=28 * 28)] = 384 * 384  # of references as the text encoder sees them
     cache_dir: Path | None = None  # latents and embeddings, computed once; None: RUN/cache
     max_references: Annotated[int, Field(ge=1)] = 3  # a sample with more of them is refused
+    max_samples: Positive | None = None  # use the first so many rows only, for trials; None: all
     on_error: Literal["stop", "skip"] = "stop"  # what a bad sample does
 
 

@@ -14,7 +14,7 @@ from qwen_edit_zero.cluster.collectives import gather_objects
 from qwen_edit_zero.edit_data.buckets import Bucket, assign_buckets
 from qwen_edit_zero.edit_data.cache import CachedSample, ConditioningCache
 from qwen_edit_zero.edit_data.fill import FilledCache, fill_cache
-from qwen_edit_zero.edit_data.manifest import Sample, read_manifest, refuse_or_raise
+from qwen_edit_zero.edit_data.manifest import Refusal, Sample, read_manifest, refuse_or_raise
 from qwen_edit_zero.edit_model.encoders import ConditioningEncoder
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.settings.models import DataSettings, Settings
@@ -60,9 +60,9 @@ def condition(
     several = folder.variant.takes_several_references
     most = data.max_references if several else 1
     manifest = read_manifest(path, max_references=most, on_error=data.on_error)
-    bucketed = assign_buckets(manifest.samples, vae_area=data.vae_area)
+    bucketed = assign_buckets(manifest.samples[: data.max_samples], vae_area=data.vae_area)
     refuse_or_raise(bucketed.refused, left=len(bucketed.samples), path=path, on_error=data.on_error)
-    held_out = _held_out_samples(data, count=settings.sampling.count, most_references=most)
+    held_out, refused_held_out = _held_out_samples(data, count=settings.sampling.count, most_references=most)
     negative = (
         tuple(replace(s, id=f"{s.id} (negative)", instruction=settings.sampling.negative_prompt) for s in held_out)
         if settings.sampling.guidance > 1
@@ -84,7 +84,8 @@ def condition(
     finally:
         encoder.close()
     if rank == 0:
-        _report(path, len(manifest.samples), [*manifest.refused, *bucketed.refused, *filled.refused])
+        _report("training set", [*manifest.refused, *bucketed.refused, *filled.refused])
+        _report("held-out set", [*refused_held_out, *shown.refused])
     bucket_of = dict(zip((s.id for s in bucketed.samples), bucketed.buckets, strict=True))
     key_of = dict(zip((s.id for s in shown.samples), shown.keys, strict=True))
     kept = tuple(s for s in held_out if s.id in key_of and (not negative or f"{s.id} (negative)" in key_of))
@@ -103,19 +104,21 @@ def _manifest_path(name: str, split: str) -> Path:
     return demo_manifest("train" if split == "train" else "validation") if name == DEMO else Path(name).expanduser()
 
 
-def _held_out_samples(data: DataSettings, *, count: int, most_references: int) -> tuple[Sample, ...]:
-    """The first of every category, then the second of every category ..., `count` in all."""
+def _held_out_samples(
+    data: DataSettings, *, count: int, most_references: int
+) -> tuple[tuple[Sample, ...], tuple[Refusal, ...]]:
+    """The first of every category, then the second of every category ..., `count` in all; and the rows refused."""
     name = data.validation or (DEMO if data.manifest == DEMO else None)
     if name is None or count == 0:
-        return ()
+        return (), ()
     path = _manifest_path(name, "validation")
-    samples = read_manifest(path, max_references=most_references, on_error=data.on_error).samples
+    manifest = read_manifest(path, max_references=most_references, on_error=data.on_error)
     turn: dict[str | None, int] = {}
     order = []
-    for position, sample in enumerate(samples):
+    for position, sample in enumerate(manifest.samples):
         turn[sample.category] = turn.get(sample.category, -1) + 1
         order.append((turn[sample.category], position))
-    return tuple(samples[position] for _, position in sorted(order)[:count])
+    return tuple(manifest.samples[position] for _, position in sorted(order)[:count]), manifest.refused
 
 
 def _fill(
@@ -158,8 +161,8 @@ def _fill(
             bar.close()
 
 
-def _report(path: Path, rows: int, refused: Sequence[object]) -> None:
+def _report(title: str, refused: Sequence[Refusal]) -> None:
     for refusal in refused[:10]:
-        print(f"left out of {path}: {refusal}")
+        print(f"left out of the {title}: {refusal}")
     if len(refused) > 10:
-        print(f"left out of {path}: {len(refused) - 10} more of {rows + len(refused)} rows")
+        print(f"left out of the {title}: {len(refused) - 10} more rows")

@@ -16,7 +16,7 @@ AUTO, NONE = "auto", "none"
 
 
 @dataclass(frozen=True)
-class Identity:
+class RunIdentity:
     """What must be the same for a checkpoint to be continued: it decides which samples and draws a step has.
 
     Attributes:
@@ -24,14 +24,16 @@ class Identity:
         data_fingerprint: of the training samples, their order and buckets.
         global_size: samples of an optimizer step.
         seed: of the run.
-        lora_rank: None for full fine-tuning.
+        lora: rank, alpha and targets of the adapters; None for full fine-tuning.
+        frozen: patterns of the parameters that do not train.
     """
 
     model_fingerprint: str
     data_fingerprint: str
     global_size: int
     seed: int
-    lora_rank: int | None
+    lora: dict[str, Any] | None
+    frozen: list[str]
 
 
 _SETTING = {
@@ -39,7 +41,8 @@ _SETTING = {
     "data_fingerprint": "data.manifest or data.vae_area (other samples, another order or other sizes)",
     "global_size": "batch.global_size",
     "seed": "run.seed",
-    "lora_rank": "model.lora",
+    "lora": "model.lora",
+    "frozen": "model.freeze",
 }
 
 
@@ -66,15 +69,15 @@ def choose_checkpoint(
         say(f"passing over checkpoint {path.name}: {reason}")
     if found.path is None and found.passed_over:
         raise CheckpointError(
-            f"none of the {len(found.passed_over)} checkpoints in {checkpoints} can be used; starting from the base model "
-            "would end in their place. Restore one of them, or start over with --resume none, which keeps them beside "
-            "the new run"
+            f"none of the {len(found.passed_over)} checkpoints in {checkpoints} can be used; starting from the base "
+            "model would end in their place. Restore one of them, or start over with --resume none, which "
+            "keeps them beside the new run"
         )
     return found.path
 
 
 def run_state(
-    identity: Identity, *, step: int, epoch: int, samples_seen: int, engine: Mapping[str, Any]
+    identity: RunIdentity, *, step: int, epoch: int, samples_seen: int, engine: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The counters of a checkpoint; `step` is the number of steps done and the sampler's whole state."""
     return {
@@ -86,7 +89,7 @@ def run_state(
     }
 
 
-def check_identity(reader: CheckpointReader, identity: Identity) -> None:
+def check_identity(reader: CheckpointReader, identity: RunIdentity) -> None:
     """Raise CheckpointError listing what differs between the checkpoint's run and this one."""
     saved = reader.run_state["identity"]
     differing = [

@@ -13,7 +13,7 @@ from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.writer import save_checkpoint
 from qwen_edit_zero.cluster import process_group
 from qwen_edit_zero.cluster.collectives import barrier
-from qwen_edit_zero.cluster.identity import Identity as RankIdentity
+from qwen_edit_zero.cluster.identity import Identity
 from qwen_edit_zero.edit_data.loader import BatchLoader
 from qwen_edit_zero.edit_data.manifest import dataset_fingerprint
 from qwen_edit_zero.edit_data.schedule import SampleSchedule
@@ -24,8 +24,9 @@ from qwen_edit_zero.edit_model.initial import initial_source
 from qwen_edit_zero.edit_model.transformer import build_transformer
 from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.factory import make_engine
+from qwen_edit_zero.engines.precision import DTYPES
 from qwen_edit_zero.settings.load import LoadedSettings
-from qwen_edit_zero.settings.models import Settings
+from qwen_edit_zero.settings.models import LoraSettings, Settings
 from qwen_edit_zero.settings.render import settings_yaml
 from qwen_edit_zero.training import resume as resuming
 from qwen_edit_zero.training import run_folder
@@ -38,10 +39,8 @@ from qwen_edit_zero.training.samples import SamplePictures
 from qwen_edit_zero.training.task import EditTask
 from qwen_edit_zero.training.trainer import Hook, Trainer
 
-_COMPUTE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-
-def train(loaded: LoadedSettings, identity: RankIdentity, resume: str) -> int:
+def train(loaded: LoadedSettings, identity: Identity, resume: str) -> int:
     """Run training on this rank to its end; returns the exit status. Raises UserError and RunError."""
     settings = loaded.settings
     folder = open_model_folder(settings.model.path)  # before ranks meet: a wrong path then costs nobody a time-out
@@ -60,7 +59,7 @@ class _Run:
         settings: Settings,
         settings_text: str,
         folder: ModelFolder,
-        rank: RankIdentity,
+        rank: Identity,
         device: torch.device,
         resume: str,
     ) -> None:
@@ -94,12 +93,13 @@ class _Run:
         data = conditioned.training
         schedule = SampleSchedule(data.buckets, seed=settings.run.seed, global_size=settings.batch.global_size)
         total_steps = _total_steps(settings, schedule.steps_per_epoch)
-        identity = resuming.Identity(
+        identity = resuming.RunIdentity(
             model_fingerprint=self.folder.fingerprint,
             data_fingerprint=dataset_fingerprint(data.samples, data.buckets),
             global_size=settings.batch.global_size,
             seed=settings.run.seed,
-            lora_rank=settings.model.lora.rank if settings.model.lora else None,
+            lora=_lora_reference(settings.model.lora).model_dump(mode="json") if settings.model.lora else None,
+            frozen=list(settings.model.freeze),
         )
         first, reader = 0, None
         if checkpoint is not None:
@@ -126,7 +126,7 @@ class _Run:
         attention = resolve_attention(
             settings.model.attention,
             device=self.device,
-            dtype=_COMPUTE_DTYPE[settings.precision.mode],
+            dtype=DTYPES[settings.precision.mode],
             head_dim=int(self.folder.transformer_config["attention_head_dim"]),
             masked=settings.batch.micro_size > 1,
         )
@@ -149,7 +149,7 @@ class _Run:
         engine: ParallelEngine,
         conditioned: Conditioned,
         schedule: SampleSchedule,
-        identity: resuming.Identity,
+        identity: resuming.RunIdentity,
         first: int,
         total_steps: int,
     ) -> None:
@@ -201,7 +201,7 @@ class _Run:
             if writer is not None:
                 writer.close()
 
-    def _saver(self, engine: ParallelEngine, identity: resuming.Identity) -> Callable[[StepMetrics], Path]:
+    def _saver(self, engine: ParallelEngine, identity: resuming.RunIdentity) -> Callable[[StepMetrics], Path]:
         settings = self.settings
         lora = settings.model.lora
         model = ModelReference(
@@ -209,7 +209,7 @@ class _Run:
             fingerprint=self.folder.fingerprint,
             config=self.folder.transformer_config,
             frozen=tuple(sorted(name for name, p in engine.module.named_parameters() if not p.requires_grad)),
-            lora=lora and LoraReference(rank=lora.rank, alpha=lora.alpha or lora.rank, targets=lora.targets),
+            lora=lora and _lora_reference(lora),
         )
 
         def save(metrics: StepMetrics) -> Path:
@@ -232,6 +232,10 @@ class _Run:
             )
 
         return save
+
+
+def _lora_reference(lora: LoraSettings) -> LoraReference:
+    return LoraReference(rank=lora.rank, alpha=lora.alpha or lora.rank, targets=lora.targets)
 
 
 def _total_steps(settings: Settings, steps_per_epoch: int) -> int:

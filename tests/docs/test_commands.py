@@ -35,7 +35,7 @@ def finished_run(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     ended = run("python", recipe, "--fast-dev-run", "--engine", "ddp", f"run.dir={folder}", "run.name=run", cwd=folder)
     assert ended.status == 0, ended.text
-    return folder / "run"
+    return folder / "run-fast-dev-run"
 
 
 @pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{p}: {c[:60]}" for p, c in ALL])

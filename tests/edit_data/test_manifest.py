@@ -9,7 +9,7 @@ import pytest
 
 from qwen_edit_zero.edit_data.manifest import Manifest, Refusal, dataset_fingerprint, read_manifest, refuse_or_raise
 from qwen_edit_zero.errors import DataError
-from tests.edit_data.builders import CASES, needs_cases, row, save, write_manifest
+from tests.edit_data.builders import CASES, row, save, write_manifest
 
 
 @pytest.fixture
@@ -38,7 +38,6 @@ def line(**changes: object) -> str:
     return json.dumps({key: value for key, value in values.items() if value is not ...}) + "\n"
 
 
-@needs_cases
 def test_a_sound_manifest_is_read_in_order(folder: Path) -> None:
     manifest = read_case(folder, "ok.jsonl")
     assert [s.id for s in manifest.samples] == ["a1", "a2", "a3"]
@@ -50,14 +49,12 @@ def test_a_sound_manifest_is_read_in_order(folder: Path) -> None:
     assert manifest.samples[2].instruction == "add a 🎈 next to the dog"
 
 
-@needs_cases
 @pytest.mark.parametrize("name", ["bom_utf8.jsonl", "crlf.jsonl"])
 def test_byte_order_mark_and_windows_line_ends_change_nothing(folder: Path, name: str) -> None:
     odd = read_case(folder, name)
     assert odd.samples == read_case(folder, "ok.jsonl").samples
 
 
-@needs_cases
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -89,7 +86,6 @@ def test_a_wrong_manifest_is_refused_with_place_and_reason(folder: Path, name: s
         assert word in str(error.value)
 
 
-@needs_cases
 def test_paths_that_leave_the_folder_are_all_refused(folder: Path) -> None:
     rows = (CASES / "jsonl" / "path_escape.jsonl").read_text().splitlines()
     with pytest.raises(DataError) as error:
@@ -99,13 +95,11 @@ def test_paths_that_leave_the_folder_are_all_refused(folder: Path) -> None:
     assert "is not there" not in str(error.value), "refused by its spelling, before the disk was looked at"
 
 
-@needs_cases
 def test_a_string_is_one_source_and_the_same_one_twice_stays_twice(folder: Path) -> None:
     assert read_case(folder, "wrong_types.jsonl", on_error="skip").samples[0].source_names == ("s/a1.png",)
     assert read_case(folder, "same_ref_twice.jsonl").samples[0].source_names == ("s/a1.png", "s/a1.png")
 
 
-@needs_cases
 def test_skipping_keeps_the_good_rows_and_lists_the_others(folder: Path) -> None:
     manifest = read_case(folder, "wrong_types.jsonl", on_error="skip")
     assert [s.id for s in manifest.samples] == ["a1"]
@@ -114,14 +108,12 @@ def test_skipping_keeps_the_good_rows_and_lists_the_others(folder: Path) -> None
         read_case(folder, "nan_infinity.jsonl", on_error="skip")
 
 
-@needs_cases
 def test_a_mistake_of_the_whole_file_stops_under_skip_too(folder: Path) -> None:
     for name in ("utf16le_bom.jsonl", "json_array.jsonl", "pretty_printed.jsonl", "only_newlines.jsonl"):
         with pytest.raises(DataError):
             read_case(folder, name, on_error="skip")
 
 
-@needs_cases
 def test_odd_file_names_are_taken_literally(tmp_path: Path) -> None:
     names = [path.name for path in sorted((CASES / "names").iterdir())]
     assert len(names) >= 8
@@ -132,7 +124,6 @@ def test_odd_file_names_are_taken_literally(tmp_path: Path) -> None:
     assert [s.sources[0].name for s in manifest.samples] == names
 
 
-@needs_cases
 def test_a_target_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "target.png").mkdir()
     save(tmp_path / "source.png")

@@ -11,7 +11,7 @@ from PIL import Image, ImageCms, ImageFile
 from qwen_edit_zero.edit_data import pictures
 from qwen_edit_zero.edit_data.pictures import load_picture, picture_size
 from qwen_edit_zero.errors import DataError
-from tests.edit_data.builders import CASES, needs_cases, quadrants, save
+from tests.edit_data.builders import CASES, quadrants, save
 
 IMAGES = CASES / "images"
 
@@ -29,7 +29,6 @@ def difference(path: Path, other: Image.Image) -> float:
     return float(np.abs(mine - np.asarray(other.convert("RGB")).astype(int)).mean())
 
 
-@needs_cases
 @pytest.mark.parametrize(
     "name",
     [
@@ -43,7 +42,6 @@ def test_each_of_these_files_shows_the_canonical_picture(name: str) -> None:
     assert difference(IMAGES / name, Image.open(IMAGES / "canonical_upright.png")) < 12
 
 
-@needs_cases
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -63,7 +61,6 @@ def test_what_cannot_be_used_is_refused_by_name_and_reason(name: str, reason: st
     assert reason in str(error.value)
 
 
-@needs_cases
 @pytest.mark.parametrize(
     "name",
     ["zero_byte.jpg", "really_svg.png", "bomb_10000x10000_1bit.png", "bomb_14000x14000_1bit.png", "size_1x1.png"],
@@ -137,7 +134,6 @@ def test_exif_behind_the_pixels_of_a_png_counts_as_much(tmp_path: Path) -> None:
     assert difference(tmp_path / "a.png", quadrants().transpose(Image.Transpose.ROTATE_270)) == 0
 
 
-@needs_cases
 def test_transparency_shows_white() -> None:
     left = pixels(IMAGES / "rgba_hidden_magenta.png")[:, :20]
     assert (left == 255).all()
@@ -154,7 +150,6 @@ def test_half_transparent_black_is_mid_grey(tmp_path: Path, mode: str) -> None:
     assert set(np.unique(pixels(tmp_path / "a.png"))) == {127}
 
 
-@needs_cases
 @pytest.mark.parametrize("name", ["gray_16bit_ramp.png", "gray_16bit_bigendian.tif"])
 def test_a_16_bit_ramp_keeps_all_its_levels(name: str) -> None:
     levels = pixels(IMAGES / name)[0, :, 0]
@@ -163,12 +158,10 @@ def test_a_16_bit_ramp_keeps_all_its_levels(name: str) -> None:
     assert len(np.unique(levels)) == 256
 
 
-@needs_cases
 def test_12_bit_data_in_16_bits_stays_dark() -> None:
     assert pixels(IMAGES / "gray_16bit_12bit_range.png").max() == 4095 >> 8
 
 
-@needs_cases
 def test_16_bits_a_channel_keep_all_their_levels() -> None:
     ramp = pixels(IMAGES / "rgb_16bit.png")[0]
     assert len(np.unique(ramp[:, 0])) == 256
@@ -193,14 +186,12 @@ def test_one_bit_and_palette_pictures_become_rgb(tmp_path: Path) -> None:
     assert difference(tmp_path / "palette.gif", quadrants()) < 3
 
 
-@needs_cases
 def test_of_an_animation_the_first_frame_counts() -> None:
     first = Image.open(IMAGES / "animated_apng.png")
     first.seek(0)
     assert difference(IMAGES / "animated_apng.png", first) == 0
 
 
-@needs_cases
 def test_a_wide_gamut_profile_is_converted() -> None:
     stored = np.asarray(Image.open(IMAGES / "icc_wide_gamut.png").convert("RGB")).astype(int)
     assert np.abs(pixels(IMAGES / "icc_wide_gamut.png") - stored).max() > 5
@@ -261,7 +252,6 @@ def test_byte_and_aspect_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         use(save(tmp_path / "big.png"))
 
 
-@needs_cases
 def test_every_odd_file_is_either_rgb_or_refused_by_name() -> None:
     for path in sorted(IMAGES.iterdir()):
         try:

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from qwen_edit_zero.assets import cjk_font_path, demo_manifest
+from qwen_edit_zero.errors import DataError
 from qwen_edit_zero.training.report import contact_sheet, save_sample, step_folder, write_report
 from qwen_edit_zero.training.report.loss_plot import _smoothed, loss_plot, read_metrics
 from qwen_edit_zero.training.report.samples import read_samples, step_folders
@@ -249,6 +250,7 @@ def test_the_report_is_of_the_newest_step_that_has_samples(tmp_path: Path) -> No
 
 
 def test_a_run_that_left_nothing_has_no_report(tmp_path: Path) -> None:
-    assert write_report(tmp_path) == []
+    with pytest.raises(DataError, match="is no run"):
+        write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"st')
     assert write_report(tmp_path) == []

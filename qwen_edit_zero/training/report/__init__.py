@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from qwen_edit_zero.errors import DataError
 from qwen_edit_zero.training.report.contact_sheet import contact_sheet
 from qwen_edit_zero.training.report.loss_plot import loss_plot, read_metrics
 from qwen_edit_zero.training.report.samples import read_samples, save_sample, step_folder, step_folders
@@ -17,10 +18,14 @@ def write_report(run: Path, *, max_rows: int = 24) -> list[Path]:
     """Write `RUN/loss.png` and `RUN/contact_sheet.png` from what the run has left so far; returns those written.
 
     The contact sheet is of the newest step that has samples. A run without metrics or without samples, interrupted
-    anywhere, gets the pictures that can be made of it, possibly none.
+    anywhere, gets the pictures that can be made of it. Raises DataError if there is nothing of a run in the folder.
     """
     written = []
     metrics = run / "metrics.jsonl"
+    if not metrics.is_file() and not step_folders(run):
+        raise DataError(
+            f"{run} is no run: it holds neither metrics.jsonl nor samples/. Give a folder such as runs/demo"
+        )
     rows = read_metrics(metrics) if metrics.is_file() else []
     if rows:
         written.append(loss_plot(rows, run / LOSS_PLOT, title=f"{run.name}: training loss"))

@@ -1,0 +1,43 @@
+"""A checkpoint is gone on from only by a run that means the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.training.resume import RunIdentity, check_identity, run_state
+
+IDENTITY = RunIdentity("model", "data", 8, 0, {"rank": 4, "alpha": 4.0, "targets": ["attn.to_q"]}, ["*_mod.*"])
+
+
+def reader(identity: RunIdentity) -> Any:
+    state = run_state(identity, step=3, epoch=0, samples_seen=24, engine={"optimizer_steps": 3})
+    return SimpleNamespace(path=Path("step-00000003"), run_state=state)
+
+
+def test_the_same_run_goes_on() -> None:
+    check_identity(reader(IDENTITY), IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"model_fingerprint": "other"}, "model.path"),
+        ({"data_fingerprint": "other"}, "data.manifest"),
+        ({"global_size": 16}, "batch.global_size: 8 there, 16 here"),
+        ({"seed": 1}, "run.seed"),
+        ({"lora": {"rank": 4, "alpha": 64.0, "targets": ["attn.to_q"]}}, "model.lora"),
+        ({"lora": None}, "model.lora"),
+        ({"frozen": []}, "model.freeze"),
+    ],
+)
+def test_what_changes_the_meaning_is_named(changes: dict[str, Any], setting: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        check_identity(reader(IDENTITY), replace(IDENTITY, **changes))
+    assert setting in str(caught.value)
+    assert str(caught.value).count(" there, ") == 1
