@@ -26,7 +26,7 @@ def measure() -> list[Table]:
     s = problem.sizes(CONFIG)
     notes = (
         f"N = {s.whole:,} parameters, U = {s.without_gradient:,} of them without gradient (the last block's text "
-        f"branch; 0.2 % of the full-size model), R = {s.root:,} outside of blocks, P = {s.persistent:,} in biases and "
+        f"branch; 0.4 % of the full-size model), R = {s.root:,} outside of blocks, P = {s.persistent:,} in biases and "
         f"norms, W ranks, S = 2 ranks in a shard group, B = {BUCKET:,} elements in a bucket. The largest rank. Without "
         f"the position tables (1 MB whatever the model). bf16; micro-batches of one sample; storage counted over all "
         f"live tensors of the process."
