@@ -226,7 +226,6 @@ class Accelerate(Loop):
             DeepSpeedPlugin,
             DistributedType,
             FullyShardedDataParallelPlugin,
-            GradientAccumulationPlugin,
         )
 
         for state in (AcceleratorState, GradientState, PartialState):
@@ -250,26 +249,37 @@ class Accelerate(Loop):
                 reshard_after_forward=True,
             )
             options = {"fsdp_plugin": plugin}
-        if run.engine.backend == "fsdp2":
-            # As the others: keep shards of gradients only. It would keep whole ones and reduce them once.
-            options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(accumulation, sync_each_batch=True)
-        else:
-            options["gradient_accumulation_steps"] = accumulation
-        self._accelerator = Accelerator(mixed_precision="bf16", **options)
+        self._accelerator = Accelerator(
+            mixed_precision="bf16",
+            gradient_accumulation_steps=accumulation if run.engine.backend == "deepspeed" else 1,
+            **options,
+        )
         module = whole_module(folder)
         self._model, self._optimizer = self._accelerator.prepare(module, self._adamw(module))
-        is_deepspeed = run.engine.backend == "deepspeed"
-        self._forward = in_bf16(self._model) if is_deepspeed else self._model
+        self._is_deepspeed = run.engine.backend == "deepspeed"
 
     def step(self, number: int, batches: Sequence[EditBatch]) -> float:
         """One optimizer step."""
+        return self._step_deepspeed(batches) if self._is_deepspeed else self._step_fsdp2(batches)
+
+    def _step_fsdp2(self, batches: Sequence[EditBatch]) -> float:
+        # Without `accumulate`, which would keep whole gradients and reduce them once: the others keep shards only.
+        total = torch.zeros(())
+        for batch in batches:
+            loss = self._loss(self._model, batch) / self.accumulation
+            self._accelerator.backward(loss)
+            total += loss.detach()
+        self._accelerator.clip_grad_norm_(self._model.parameters(), CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return self._over_ranks(total)
+
+    def _step_deepspeed(self, batches: Sequence[EditBatch]) -> float:
         total = torch.zeros(())
         for batch in batches:
             with self._accelerator.accumulate(self._model):
-                loss = self._loss(self._forward, batch)
-                self._accelerator.backward(loss)
-                if self._accelerator.sync_gradients:
-                    self._accelerator.clip_grad_norm_(self._model.parameters(), CLIP)
+                loss = self._loss(in_bf16(self._model), batch)
+                self._accelerator.backward(loss)  # divides by the accumulation, clips and steps at the end
                 self._optimizer.step()
                 self._optimizer.zero_grad()
             total += loss.detach() / self.accumulation
