@@ -29,16 +29,16 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 demo: $(VENV)/.installed ## train the tiny model on the demo data, consolidate it, and draw the pictures
-	rm -rf runs/demo runs/demo-consolidated
+	@test ! -d $(RUN) || mv -v $(RUN) $(RUN)-before-$$(date +%Y%m%d-%H%M%S)
 	deepspeed --hostfile hostfiles/localhost qwen_edit_zero/train.py --ds ds_configs/zero2.json
-	qwen-edit-zero consolidate $(RUN) runs/demo-consolidated
+	qwen-edit-zero consolidate $(RUN) runs/demo-consolidated --overwrite
 	qwen-edit-zero report $(RUN)
 	@echo
 	@echo "Done. Look at:"
 	@echo "  $(RUN)/contact_sheet.png    references, instruction, output and target of held-out pictures"
 	@echo "  $(RUN)/loss.png             the loss curve   ($(RUN)/metrics.jsonl: the numbers)"
 	@echo "  $(RUN)/checkpoints/         resumable under any engine and number of ranks"
-	@echo "  runs/demo-consolidated/     the model in diffusers layout: QwenImageEditPlusPipeline.from_pretrained(...)"
+	@echo "  runs/demo-consolidated/        the model in diffusers layout: QwenImageEditPlusPipeline.from_pretrained(...)"
 	@echo "Type next:"
 	@echo "  source $(VENV)/bin/activate"
 	@echo "  torchrun --nproc_per_node 2 qwen_edit_zero/train.py --engine fsdp2 run.name=mine    # the same under FSDP2"
