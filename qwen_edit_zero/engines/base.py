@@ -34,11 +34,14 @@ class StepResult:
             NaN if the step was not applied.
         applied: False if the gradient was not finite and weights, moments and counters were left untouched.
         loss_scale: the fp16 loss scale used in this step; 1.0 in other precisions.
+        non_finite: names of trained parameters whose gradient is not finite, the first few in the model's order, the
+            same on every rank; empty if the step was applied.
     """
 
     grad_norm: float
     applied: bool
     loss_scale: float = 1.0
+    non_finite: tuple[str, ...] = ()
 
 
 class ParallelEngine(ABC):

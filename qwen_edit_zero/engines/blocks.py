@@ -1,13 +1,14 @@
-"""What is done block by block: activation checkpointing and regional compilation. Parameter names stay as they are."""
+"""The repeated blocks of a model, and their regional compilation."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+
+from qwen_edit_zero.engines.activation_checkpointing import checkpointed
+from qwen_edit_zero.settings.models import ModelSettings
 
 
 def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -16,32 +17,29 @@ def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
     return [block for block in module.modules() if type(block).__name__ in names]
 
 
-def compile_blocks(module: torch.nn.Module) -> None:
-    """Compile the forward of each block. All blocks share one piece of compiled code (regional compilation)."""
-    for block in repeated_blocks(module):
-        _set_forward(block, torch.compile(block.forward))
+def prepare_blocks(
+    module: torch.nn.Module, settings: ModelSettings, device: torch.device, *, early_stop: bool = True
+) -> None:
+    """Compile each block and checkpoint its activations as `settings` say. Parameter names stay as they are.
 
-
-def checkpoint_blocks(module: torch.nn.Module, *, early_stop: bool = True) -> None:
-    """Keep only each block's inputs for the backward pass and compute its activations again there.
-
-    The block's `forward` is wrapped, not the block: hooks of the engines (which gather and release the block's
+    A block's `forward` is wrapped, not the block: hooks of the engines (which gather and release the block's
     parameters) run outside of the recomputation, and no parameter gets a new name. `early_stop=False` recomputes
-    to the block's end, so that hooks of the submodules always run in pairs.
+    to the block's end, so that hooks of the submodules always run in pairs. All blocks share one piece of compiled
+    code (regional compilation).
     """
-    for block in repeated_blocks(module):
-        _set_forward(block, _checkpointed(block.forward, early_stop))
-
-
-def _set_forward(block: torch.nn.Module, forward: Callable[..., Any]) -> None:
-    block.forward = forward
-
-
-def _checkpointed(forward: Callable[..., Any], early_stop: bool) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, early_stop=early_stop, **kwargs)
-
-    return run
+    for number, block in enumerate(repeated_blocks(module)):
+        forward: Callable[..., Any] = block.forward
+        selective = settings.activation_checkpointing == "selective"
+        if settings.compile and not selective:
+            forward = torch.compile(forward)
+        if settings.activation_checkpointing != "none" and number % settings.checkpoint_every == 0:
+            forward = checkpointed(
+                forward,
+                keep_attention=selective,
+                offload_to_host=settings.offload_activations,
+                device=device,
+                early_stop=early_stop,
+            )
+        if settings.compile and selective:
+            forward = torch.compile(forward)  # the compiler must see what is to be kept
+        block.forward = forward

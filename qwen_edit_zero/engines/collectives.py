@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,3 +18,14 @@ def bound_waiting(groups: Iterable[dist.ProcessGroup | None], seconds: int) -> N
     for group in groups:
         if group is not None:
             _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+NAMES_SHOWN = 3  # of parameters in a message
+
+
+def first_names(mine: Sequence[str], order: Iterable[str]) -> tuple[str, ...]:
+    """The first few, in `order`, of the names that any rank gives. Collective over all ranks."""
+    gathered: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(gathered, list(mine[:NAMES_SHOWN]))
+    found = {name for names in gathered for name in names}
+    return tuple(name for name in order if name in found)[:NAMES_SHOWN]

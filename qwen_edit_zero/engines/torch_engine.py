@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from qwen_edit_zero.engines.adamw import make_adamw, prime_state, set_step
 from qwen_edit_zero.engines.base import ParallelEngine, Scalars, StepResult
-from qwen_edit_zero.engines.blocks import checkpoint_blocks, compile_blocks
+from qwen_edit_zero.engines.blocks import prepare_blocks
+from qwen_edit_zero.engines.collectives import first_names
 from qwen_edit_zero.engines.grad_norm import clip_coefficient, global_norm
 from qwen_edit_zero.engines.initial_values import InitialValues
 from qwen_edit_zero.engines.loss_scale import LossScale
@@ -87,10 +88,7 @@ class TorchEngine(ParallelEngine):
 
     def setup(self, module: torch.nn.Module, *, optimizer: OptimizerSettings, weights: TensorSource | None) -> None:
         values = InitialValues(module, weights)
-        if self._settings.model.compile:
-            compile_blocks(module)
-        if self._settings.model.activation_checkpointing == "block":
-            checkpoint_blocks(module)
+        prepare_blocks(module, self._settings.model, self.device)
         to_meta(module, frozen_dtype=self._dtype)
         move_buffers(module, self.device)
         self.module = module
@@ -135,6 +133,7 @@ class TorchEngine(ParallelEngine):
         norm = global_norm(counted, device=self.device, group=self._shard_group, reduce=self._reduces_norm()) / scale
 
         finite = math.isfinite(norm)
+        non_finite: tuple[str, ...] = ()
         if finite:
             factor = clip_coefficient(norm, self._clip_norm) / scale
             if factor != 1.0 and gradients:
@@ -143,11 +142,14 @@ class TorchEngine(ParallelEngine):
             if gradients:
                 self._optimizer.step()
             self._steps += 1
+        else:
+            mine = [n for n, s in self._stand_ins.items() if s.grad is not None and not s.grad.isfinite().all()]
+            non_finite = first_names(mine, self._trained)
         self._loss_scale.update(finite=finite)
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._trained.values():
             parameter.grad = None
-        return StepResult(grad_norm=norm, applied=finite, loss_scale=scale)
+        return StepResult(grad_norm=norm, applied=finite, loss_scale=scale, non_finite=non_finite)
 
     def _is_first_of_shard_group(self) -> bool:
         return self._shard_group is None or dist.get_rank(self._shard_group) == 0

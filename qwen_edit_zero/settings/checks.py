@@ -89,6 +89,9 @@ def _model(report: _Report) -> None:
         report.add(f"{report.at('model.lora.targets')} leaves nothing to train; name module endings such as attn.to_q")
     if "*" in model.freeze:
         report.add(f"{report.at('model.freeze')} freezes every parameter, so nothing would train")
+    if model.activation_checkpointing == "none":
+        why = f"{report.at('model.activation_checkpointing')} recomputes no block"
+        report.no_effect(("model.checkpoint_every", "model.offload_activations"), why)
 
 
 def _checkpoint(report: _Report) -> None:

@@ -46,7 +46,10 @@ class ModelSettings(Section):
 
     path: str = "tiny"  # "tiny" or a diffusers-layout folder
     freeze: tuple[str, ...] = ()  # shell patterns over parameter names
-    activation_checkpointing: Literal["none", "block"] = "block"  # block: recompute each block in backward
+    # block: recompute each block in backward; selective: all of it but attention
+    activation_checkpointing: Literal["none", "block", "selective"] = "block"
+    checkpoint_every: Positive = 1  # n: only every n-th block is recomputed
+    offload_activations: bool = False  # keep the inputs of recomputed blocks in host memory
     attention: str = "auto"  # a diffusers attention backend name; auto: the best of this device
     compile: bool = False  # regional compilation of the repeated block
     lora: LoraSettings | None = None  # None: full fine-tuning

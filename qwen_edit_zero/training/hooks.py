@@ -23,7 +23,9 @@ class MetricsHook:
             f"loss {metrics.loss:.4f}  lr {metrics.lr:.2e}  grad {metrics.grad_norm:.3f}  "
             f"{metrics.samples_per_second:.2f} samples/s"
         )
-        self._progress.advance(1, text + ("  SKIPPED: gradient not finite" if metrics.skipped else ""))
+        if metrics.skipped:
+            self._progress.say(f"step {metrics.step} skipped: {metrics.skip_reason}")
+        self._progress.advance(1, text)
 
 
 class PeriodicHook:

@@ -8,7 +8,7 @@ from qwen_edit_zero.settings.models import ScheduleSettings
 
 
 def lr_at(step: int, *, peak: float, total_steps: int, schedule: ScheduleSettings) -> float:
-    """Learning rate of optimizer step `step` (0-based) of `total_steps`.
+    """Learning rate of optimizer step `step` (0-based, skipped steps not counted) of `total_steps`.
 
     Linear warm-up from `peak / warmup` to `peak` over `schedule.warmup_steps`, then constant, or decay to
     `final_fraction * peak`, reached at the last step: linearly, or along half a cosine (SGDR, arXiv:1608.03983, eq. 5).

@@ -33,6 +33,7 @@ class StepMetrics:
         tflops_per_device: model FLOP (3x forward; recomputation not counted) a second and device, in 1e12.
         memory_peak_bytes: peak device memory allocated on rank 0 (on CPU: peak resident set of the process).
         skipped: True if the gradient was not finite and nothing was updated.
+        skip_reason: which samples or parameters were not finite; only in the lines of skipped steps.
         loss_scale: fp16 loss scale; 1 in other precisions.
     """
 
@@ -49,6 +50,7 @@ class StepMetrics:
     memory_peak_bytes: int
     skipped: bool = False
     loss_scale: float = 1.0
+    skip_reason: str | None = None
 
 
 def memory_peak_bytes(device: torch.device) -> int:
@@ -64,6 +66,8 @@ def to_json_line(metrics: StepMetrics) -> str:
     values: dict[str, Any] = {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(metrics).items()
     }
+    if metrics.skip_reason is None:
+        del values["skip_reason"]
     return json.dumps(values, allow_nan=False)
 
 
@@ -90,7 +94,7 @@ class MetricsWriter:
         self._file.flush()
         if self._board is not None:
             for key, value in asdict(metrics).items():
-                if key not in ("step", "skipped"):
+                if key not in ("step", "skipped", "skip_reason"):
                     self._board.add_scalar(f"train/{key}", value, metrics.step)
 
     def close(self) -> None:

@@ -194,6 +194,7 @@ class _Run:
                     ),
                     sample_ids=lambda plan: [data.samples[i].id for i in plan.indices],
                     max_skipped=settings.optimizer.max_skipped,
+                    min_loss_scale=settings.precision.min_loss_scale if settings.precision.mode == "fp16" else None,
                     hooks=hooks,
                 ).fit(first, total_steps, samples_seen=schedule.samples_before(first))
         finally:

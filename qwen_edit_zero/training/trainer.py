@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from qwen_edit_zero.cluster.collectives import sum_over_ranks
+from qwen_edit_zero.cluster.collectives import gather_objects, sum_over_ranks
 from qwen_edit_zero.edit_data.batch import EditBatch
 from qwen_edit_zero.edit_data.loader import StepBatches
 from qwen_edit_zero.edit_data.schedule import StepPlan
@@ -42,9 +42,10 @@ class Trainer:
 
     Args:
         steps: gives steps `first` up to `last`, each with this rank's micro-batches (`BatchLoader.steps`).
-        lr_at: learning rate of a 0-based step.
+        lr_at: learning rate after so many applied optimizer steps; a skipped step does not move the schedule.
         sample_ids: ids of a step's samples over all ranks, for messages.
         max_skipped: consecutive steps with a non-finite gradient that are tolerated.
+        min_loss_scale: of fp16, at which a skipped step ends the run; None in other precisions.
     """
 
     def __init__(
@@ -56,11 +57,12 @@ class Trainer:
         lr_at: Callable[[int], float],
         sample_ids: Callable[[StepPlan], Sequence[str]],
         max_skipped: int,
+        min_loss_scale: float | None = None,
         hooks: Sequence[Hook],
     ) -> None:
         self.engine, self.task, self.hooks = engine, task, hooks
         self.steps, self.lr_at, self.sample_ids = steps, lr_at, sample_ids
-        self.max_skipped = max_skipped
+        self.max_skipped, self.min_loss_scale = max_skipped, min_loss_scale
 
     def fit(self, first: int, last: int, *, samples_seen: int) -> None:
         """Train steps `first` up to `last`, having seen `samples_seen` samples before. Raises DivergenceError."""
@@ -71,18 +73,32 @@ class Trainer:
             skipped_in_a_row = skipped_in_a_row + 1 if metrics.skipped else 0
             for hook in self.hooks:
                 hook.after_step(metrics, is_last=metrics.step == last)
-            if skipped_in_a_row > self.max_skipped:
-                raise DivergenceError(
-                    f"the gradient was not finite in {skipped_in_a_row} consecutive steps, the last of them step "
-                    f"{metrics.step} with samples {', '.join(self.sample_ids(plan))}; the weights are those of step "
-                    f"{metrics.step - skipped_in_a_row}. Lower optimizer.lr, look at these samples, or use "
-                    "precision=bf16; optimizer.max_skipped sets how many skipped steps are tolerated"
-                )
+            if metrics.skipped:
+                self._check_skipping(metrics, plan, skipped_in_a_row)
+
+    def _check_skipping(self, metrics: StepMetrics, plan: StepPlan, in_a_row: int) -> None:
+        """Raise DivergenceError if a skipped step is one too many."""
+        where = (
+            f"the last of them step {metrics.step} with samples {', '.join(self.sample_ids(plan))}: "
+            f"{metrics.skip_reason}; the weights are those of step {metrics.step - in_a_row}"
+        )
+        if self.min_loss_scale is not None and metrics.loss_scale <= self.min_loss_scale:
+            raise DivergenceError(
+                f"the gradient is not finite even at the smallest loss scale, precision.min_loss_scale "
+                f"{self.min_loss_scale:g}, after {in_a_row} consecutive skipped steps, {where}. fp16 ends at 65504: "
+                "use precision=bf16, or lower optimizer.lr if the loss grew before"
+            )
+        if in_a_row > self.max_skipped:
+            raise DivergenceError(
+                f"the gradient was not finite in {in_a_row} consecutive steps, {where}. Lower optimizer.lr, look at "
+                "these samples, or use precision=bf16; optimizer.max_skipped sets how many skipped steps are tolerated"
+            )
 
     def train_step(self, plan: StepPlan, batches: StepBatches, *, samples_seen: int) -> StepMetrics:
         """One optimizer step over all ranks. The loss reported is the mean over the samples of the global batch."""
         began = time.perf_counter()
         samples, data_seconds, flops = len(plan.indices), 0.0, 0.0
+        by_sample: list[tuple[Sequence[str], torch.Tensor]] = []
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.engine.device)  # read once a step: no sync between
         incoming = iter(batches)
         for i in range(len(batches)):
@@ -90,11 +106,13 @@ class Trainer:
             batch = next(incoming).to(self.engine.device, non_blocking=True)
             data_seconds += time.perf_counter() - waiting
             with self.engine.micro_step(is_last=i == len(batches) - 1):
-                loss = (self.task.losses(self.engine.forward, batch) * batch.weights).sum()
+                losses = self.task.losses(self.engine.forward, batch)
+                loss = (losses * batch.weights).sum()
                 self.engine.backward(loss / samples)
             loss_sum += loss.detach()
+            by_sample.append((batch.sample_ids, losses.detach()))
             flops += self.task.flops(batch)
-        lr = self.lr_at(plan.step)
+        lr = self.lr_at(int(self.engine.scalars()["optimizer_steps"]))
         result = self.engine.step(lr=lr)
         totals = torch.tensor([loss_sum.item(), flops], dtype=torch.float64)
         total_loss, total_flops = sum_over_ranks(totals, self.engine.device).tolist()
@@ -113,4 +131,23 @@ class Trainer:
             memory_peak_bytes=memory_peak_bytes(self.engine.device),
             skipped=not result.applied,
             loss_scale=result.loss_scale,
+            skip_reason=None if result.applied else _skip_reason(by_sample, result.non_finite),
         )
+
+
+def _skip_reason(by_sample: Sequence[tuple[Sequence[str], torch.Tensor]], parameters: Sequence[str]) -> str:
+    """What was not finite in a step, over all ranks. Collective."""
+    mine = [
+        name
+        for names, losses in by_sample
+        for name, bad in zip(names, (~losses.isfinite()).tolist(), strict=True)
+        if bad
+    ]
+    bad_losses = [
+        f"'{name}' (rank {rank})" for rank, names in enumerate(gather_objects(mine)) for name in dict.fromkeys(names)
+    ]
+    gradients = f"the gradient of {', '.join(parameters) or 'no single parameter'}"
+    if not bad_losses:
+        return f"{gradients} is not finite, though the losses are"
+    more = f" and {len(bad_losses) - 8} more" if len(bad_losses) > 8 else ""
+    return f"the loss of sample {', '.join(bad_losses[:8])}{more} is not finite, nor is {gradients}"

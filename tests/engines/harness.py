@@ -101,7 +101,7 @@ def engine_settings(
         options["backend"] = kind.split("-")[0]
         if kind == "fsdp2-hybrid":
             options["shard_size"] = 2
-    model = {"activation_checkpointing": checkpointing, "compile": compiled}
+    model = {"activation_checkpointing": checkpointing, "compile": compiled, **options.pop("model", {})}
     sections = {"run": {"max_steps": 1}, "model": model, "precision": precision, "engine": options}
     return Settings.model_validate(sections)
 

@@ -17,7 +17,8 @@ from qwen_edit_zero.engines.base import ParallelEngine, StepResult
 from qwen_edit_zero.settings.models import OptimizerSettings
 
 OPTIMIZER = OptimizerSettings(lr=1e-2, weight_decay=0.1, clip_norm=0.5)  # some steps are clipped, some are not
-COUNTS = (12, 5, 12, 12, 12)  # samples of each step; the second is the short last batch of an epoch
+# Samples of each step; 5 is the short last batch of an epoch.
+COUNTS = (12, 5, *[12] * 10, 5, *[12] * 7)
 POISONED_STEP = 2  # not applied, for a non-finite loss on one rank
 ALL_STEPS = range(len(COUNTS))
 GRID = [(1, 2, 4), (1, 2, 2)]  # target and one reference, in packed tokens
@@ -130,7 +131,7 @@ def train_plainly(
 
 
 def lr_at(step: int) -> float:
-    return OPTIMIZER.lr * (1 + step) / 2
+    return OPTIMIZER.lr * (1 + step % 5) / 2
 
 
 def train_with(

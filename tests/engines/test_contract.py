@@ -1,7 +1,8 @@
 """The contract that every engine passes unchanged, on any number of ranks.
 
-Each rank builds a model from a TensorSource, trains it through a schedule with a short batch, a skipped step and
-fillers, evaluates, saves, loads and goes on. What it reports is compared with a plain loop.
+Each rank builds a model from a TensorSource, trains it through twenty steps with short batches, a skipped step and
+fillers, evaluates, saves, loads and goes on. What it reports is compared with a plain loop, and so is every other
+split of the same global batch into ranks, micro-batches and accumulation.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from tests.engines.harness import MemorySource
 from tests.engines.problem import ALL_STEPS, OPTIMIZER, POISONED_STEP
 from tests.ranks import run_ranks
 
-SPLITS = [(kind, world) for kind in harness.EVERY_ENGINE for world in (1, 2, 3)] + [("fsdp2-hybrid", 4)]
-MICRO = {1: 5, 2: 2, 3: 2, 4: 1}  # micro-batch by number of ranks
+WORLDS = (1, 2, 3, 4)
+CASES = [(kind, world) for kind in harness.EVERY_ENGINE for world in WORLDS] + [("fsdp2-hybrid", 4)]
+MICRO = {1: 5, 2: 2, 3: 2, 4: 1}  # micro-batch by number of ranks; 5 samples never divide evenly
+SPLITS = {  # every micro-batch that divides the 12 samples of a step evenly
+    world: [micro for micro in range(1, 12 // world + 1) if 12 // world % micro == 0] for world in WORLDS
+}
 TOLERANCE = 1e-5
 
 
@@ -41,6 +46,7 @@ def contract(rank: int, world: int, kind: str, frozen: bool) -> bytes:
     more_losses, more_results = problem.train_with(engine, micro=MICRO[world], steps=ALL_STEPS[3:])
     report["losses"], report["results"] = losses + more_losses, results + more_results
     report["same norms"] = harness.same_on_all_ranks([r.grad_norm for r in report["results"] if r.applied])
+    report["same names"] = harness.same_on_all_ranks([r.non_finite for r in report["results"]])
     report["weights"], report["scalars"] = dict(engine.full_weights()), scalars
     engine.close()
 
@@ -75,28 +81,38 @@ def plain() -> dict[bool, dict[str, Any]]:
     return outcome
 
 
-@pytest.mark.parametrize(("kind", "world"), SPLITS)
+def largest_deviations(reports: list[dict[str, Any]], expected: dict[str, Any]) -> dict[str, float]:
+    """Largest relative deviation of losses, norms and weights, from what all ranks reported."""
+    losses = [sum(r["losses"][step] for r in reports) for step in ALL_STEPS]
+    norms = [r.grad_norm for r in reports[0]["results"]]
+    applied = [step for step in ALL_STEPS if step != POISONED_STEP]
+    return {
+        "loss": max(map(problem.relative, losses, expected["losses"])),
+        "norm": max(problem.relative(norms[step], expected["norms"][step]) for step in applied),
+        "weights": problem.largest_deviation(reports[0]["weights"], expected["weights"]),
+    }
+
+
+@pytest.mark.parametrize(("kind", "world"), CASES)
 def test_engine_equals_plain_loop(kind: str, world: int, plain: dict[bool, dict[str, Any]]) -> None:
     frozen = world == 2
     reports = [harness.unpacked(r) for r in run_ranks(contract, world, kind, frozen)]
     first, expected = reports[0], plain[frozen]
 
-    losses = [sum(r["losses"][step] for r in reports) for step in ALL_STEPS]
-    norms = [r.grad_norm for r in first["results"]]
-    applied = [step for step in ALL_STEPS if step != POISONED_STEP]
-    deviations = {
-        "loss": max(map(problem.relative, losses, expected["losses"])),
-        "norm": max(problem.relative(norms[step], expected["norms"][step]) for step in applied),
-        "weights": problem.largest_deviation(first["weights"], expected["weights"]),
-    }
-    print(f"deviation {kind} on {world}:", {name: f"{value:.1e}" for name, value in deviations.items()})
-    assert max(deviations.values()) < TOLERANCE
-    assert not math.isfinite(norms[POISONED_STEP])
+    deviations = largest_deviations(reports, expected)
+    assert max(deviations.values()) < TOLERANCE, deviations
+    assert not math.isfinite(first["results"][POISONED_STEP].grad_norm)
+    # The gradient of every used parameter is NaN; the first of them are named.
+    trains = [
+        name for name, parameter in problem.make_model(frozen=frozen).named_parameters() if parameter.requires_grad
+    ]
+    assert list(first["results"][POISONED_STEP].non_finite) == [name for name in trains if name != "unused"][:3]
 
     for report in reports:
         assert report["names"] == list(expected["weights"])
         assert report["loaded exactly"]
         assert report["same norms"]
+        assert report["same names"]
         assert [r.applied for r in report["results"]] == [step != POISONED_STEP for step in ALL_STEPS]
         assert report["scalars"] == {"optimizer_steps": 2}
         assert report["evaluates in eval mode"]
@@ -106,3 +122,34 @@ def test_engine_equals_plain_loop(kind: str, world: int, plain: dict[bool, dict[
         if kind in ("fsdp2", "zero3"):  # rows do not divide evenly over ranks, which costs a few percent
             assert report["share read"] < 1 / world * (1.0 if world == 1 else 1.15) + 1e-9
     assert len({r["evaluation"] for r in reports}) == 1
+
+
+def every_split(rank: int, world: int, kind: str) -> bytes:
+    """The whole training under each split, and once more under the first."""
+    reports = []
+    for micro in [*SPLITS[world], SPLITS[world][0]]:
+        engine = harness.build(kind, MemorySource.of_weights(problem.weights_of(problem.make_model())))
+        losses, results = problem.train_with(engine, micro=micro, poisoned_rank=world - 1)
+        reports.append({"losses": losses, "results": results, "weights": dict(engine.full_weights())})
+        engine.close()
+    return harness.packed(reports)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "world"), CASES)
+def test_every_split_of_the_global_batch_gives_the_same_training(
+    kind: str, world: int, plain: dict[bool, dict[str, Any]]
+) -> None:
+    by_rank = [harness.unpacked(r) for r in run_ranks(every_split, world, kind)]
+    by_split = list(zip(*by_rank, strict=True))
+    for micro, reports in zip(SPLITS[world], by_split, strict=False):
+        deviations = largest_deviations(list(reports), plain[False])
+        shown = "  ".join(f"{name} {value:.1e}" for name, value in deviations.items())
+        print(f"{kind:12}  {world} ranks x {micro:2} samples x {12 // world // micro:2}  {shown}")
+        assert max(deviations.values()) < TOLERANCE
+    for once, again in zip(by_split[0], by_split[-1], strict=True):  # the same run twice, on each rank
+        assert once["losses"] == again["losses"]
+        assert [r.grad_norm for r in once["results"] if r.applied] == [
+            r.grad_norm for r in again["results"] if r.applied
+        ]
+        assert all(once["weights"][name].equal(again["weights"][name]) for name in once["weights"])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qwen_edit_zero.engines.shards import Shard, written_ranges
 from tests.engines import harness, problem
@@ -79,10 +80,21 @@ def test_compiling_leaves_results_alone(kind: str, plain: tuple[list[float], dic
     assert problem.largest_deviation(weights, plain[1]) < 1e-5
 
 
-def both_ways(rank: int, world: int, kind: str) -> bytes:
+CHECKPOINTING: list[dict[str, Any]] = [
+    {"checkpointing": "none"},
+    {"checkpointing": "block"},
+    {"checkpointing": "block", "model": {"checkpoint_every": 2}},
+    {"checkpointing": "selective"},
+    {"checkpointing": "block", "model": {"offload_activations": True}},
+]
+
+
+def every_way(rank: int, world: int, kind: str) -> bytes:
     found = []
-    for checkpointing in ("none", "block"):
-        engine = harness.build(kind, None, checkpointing=checkpointing)
+    for options in CHECKPOINTING:
+        if kind == "zero3" and options["checkpointing"] == "selective":
+            continue  # refused
+        engine = harness.build(kind, None, **options)
         sizes: list[int] = []
         saved = torch.autograd.graph.saved_tensors_hooks(_recorder(sizes), lambda tensor: tensor)
         with saved, engine.micro_step(is_last=True):
@@ -105,10 +117,42 @@ def _recorder(sizes: list[int]) -> Any:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero1", "zero3"])
 def test_checkpointing_changes_no_bit(kind: str) -> None:
-    for (size, *stored), (small, *recomputed) in map(harness.unpacked, run_ranks(both_ways, 2, kind)):
-        assert small < size
-        assert stored[:2] == recomputed[:2]
-        assert all(stored[2][name].equal(recomputed[2][name]) for name in stored[2])
+    for report in map(harness.unpacked, run_ranks(every_way, 2, kind)):
+        (size, *stored), *others = report
+        for _, *recomputed in others:
+            assert stored[:2] == recomputed[:2]
+            assert all(stored[2][name].equal(recomputed[2][name]) for name in stored[2])
+        block, every_second = others[0][0], others[1][0]
+        assert block < every_second < size
+
+
+class AttentionCount(TorchDispatchMode):
+    """Counts how often attention is computed forward. Entered first, so it sees what other modes let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+def attention_calls(rank: int, world: int, kind: str) -> list[int]:
+    """How often attention is computed in a forward and backward pass, by the way of checkpointing."""
+    calls = []
+    for checkpointing in ("none", "block", "selective"):
+        engine = harness.build(kind, None, checkpointing=checkpointing)
+        with AttentionCount() as count, engine.micro_step(is_last=True):
+            engine.backward(problem.loss_sum(engine.forward, problem.samples(0, 1)))
+        calls.append(count.calls)
+        engine.close()
+    return calls
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "zero2"])
+def test_selective_checkpointing_computes_attention_once(kind: str) -> None:
+    assert run_ranks(attention_calls, 2, kind) == [[2, 4, 2]] * 2  # of the two blocks
 
 
 def views_of_weights(rank: int, world: int) -> int:

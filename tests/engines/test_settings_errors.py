@@ -29,6 +29,10 @@ REFUSED = {
     "sizes": ({"engine": {"backend": "fsdp2", "shard_size": 2}}, r"shard_size is 2.*3 ranks.*Sizes that do: 1, 3\."),
     "no json": ({"engine": {"backend": "deepspeed"}}, "give --ds FILE"),
     "stage": ({"engine": zero(stage=0)}, "stage is 0"),
+    "selective": (
+        {"engine": zero(stage=3), "model": {"activation_checkpointing": "selective"}},
+        "selective under ZeRO-3",
+    ),
     "compile": ({"engine": zero(stage=3), "model": {"compile": True}}, "ZeRO-3"),
     "fp16": ({"engine": zero(stage=1), "precision": "fp16"}, "fp16, which DeepSpeed does not offer"),
 }

@@ -26,8 +26,12 @@ class ScriptedEngine:
     device = torch.device("cpu")
     dp_rank, dp_size = 0, 1
 
-    def __init__(self, norms: list[float]) -> None:
+    def __init__(self, norms: list[float], *, steps: int = 0, loss_scale: float = 1.0) -> None:
         self.norms, self.backwards, self.lasts, self.lrs = norms, [], [], []
+        self.steps, self.loss_scale = steps, loss_scale
+
+    def scalars(self) -> dict[str, int]:
+        return {"optimizer_steps": self.steps}
 
     def forward(self, **inputs: Any) -> None: ...
 
@@ -42,7 +46,10 @@ class ScriptedEngine:
     def step(self, *, lr: float) -> StepResult:
         self.lrs.append(lr)
         norm = self.norms[len(self.lrs) - 1]
-        return StepResult(grad_norm=norm, applied=math.isfinite(norm))
+        applied = math.isfinite(norm)
+        self.steps += applied
+        names = () if applied else ("blocks.3.weight",)
+        return StepResult(grad_norm=norm, applied=applied, loss_scale=self.loss_scale, non_finite=names)
 
 
 class ConstantTask:
@@ -75,6 +82,7 @@ def trainer(engine: ScriptedEngine, micro: list[EditBatch], plan_size: int, hook
         lr_at=lambda step: 10.0 + step,
         sample_ids=lambda plan: [f"sample-{i}" for i in plan.indices],
         max_skipped=more.get("max_skipped", 2),
+        min_loss_scale=more.get("min_loss_scale"),
         hooks=hooks,
     )
 
@@ -90,9 +98,38 @@ def test_losses_are_summed_and_divided_once_by_the_real_samples_of_the_global_ba
 
 
 def test_the_learning_rate_follows_the_step_also_when_a_run_goes_on() -> None:
-    engine = ScriptedEngine([1.0] * 3)
+    engine = ScriptedEngine([1.0] * 3, steps=5)
     trainer(engine, [batch((1,), (1.0,))], plan_size=1, hooks=[]).fit(5, 8, samples_seen=0)
     assert engine.lrs == [15.0, 16.0, 17.0]
+
+
+def test_a_skipped_step_does_not_move_the_schedule_of_the_learning_rate() -> None:
+    engine = ScriptedEngine([1.0, math.nan, 1.0])
+    trainer(engine, [batch((1,), (1.0,))], plan_size=1, hooks=[]).fit(0, 3, samples_seen=0)
+    assert engine.lrs == [10.0, 11.0, 11.0]
+
+
+def test_what_was_not_finite_is_recorded_with_the_step() -> None:
+    seen = list[StepMetrics]()
+    hook = SimpleNamespace(after_step=lambda m, is_last: seen.append(m))
+    trainer(ScriptedEngine([math.nan]), [batch((1, 2), (1.0, 1.0))], plan_size=2, hooks=[hook]).fit(
+        0, 1, samples_seen=0
+    )
+    assert seen[0].skip_reason == "the gradient of blocks.3.weight is not finite, though the losses are"
+    bad = [batch(("inf", 2), (1.0, 1.0))]  # type: ignore[arg-type]
+    trainer(ScriptedEngine([math.nan]), bad, plan_size=2, hooks=[hook]).fit(0, 1, samples_seen=0)
+    assert seen[1].skip_reason == (
+        "the loss of sample 'inf' (rank 0) is not finite, nor is the gradient of blocks.3.weight"
+    )
+
+
+def test_a_gradient_that_is_not_finite_at_the_smallest_loss_scale_ends_the_run() -> None:
+    steps = [batch((1,), (1.0,))]
+    skipping = trainer(ScriptedEngine([math.nan], loss_scale=4.0), steps, 1, [], min_loss_scale=2.0)
+    skipping.fit(0, 1, samples_seen=0)  # the scale can still fall
+    ending = trainer(ScriptedEngine([math.nan], loss_scale=2.0), steps, 1, [], min_loss_scale=2.0)
+    with pytest.raises(DivergenceError, match=r"min_loss_scale 2, .*step 1 .*gradient of blocks\.3\.weight"):
+        ending.fit(0, 1, samples_seen=0)
 
 
 def test_skipped_steps_are_tolerated_up_to_the_setting_and_then_named() -> None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from qwen_edit_zero.engines.adamw import make_adamw, prime_state, set_step
 from qwen_edit_zero.engines.base import ParallelEngine, Scalars, StepResult
-from qwen_edit_zero.engines.blocks import checkpoint_blocks, compile_blocks
+from qwen_edit_zero.engines.blocks import prepare_blocks
+from qwen_edit_zero.engines.collectives import first_names
 from qwen_edit_zero.engines.initial_values import InitialValues
 from qwen_edit_zero.engines.loss_scale import LossScale
 from qwen_edit_zero.engines.parameters import frozen, move_buffers, replace_parameters, to_meta, trained
@@ -29,7 +30,13 @@ from qwen_edit_zero.engines.shards import (
 )
 from qwen_edit_zero.engines.zero import library
 from qwen_edit_zero.engines.zero.config import complete_config, offloads_optimizer, zero_stage
-from qwen_edit_zero.engines.zero.masters import Place, flat_masters, places, publish_masters
+from qwen_edit_zero.engines.zero.masters import (
+    Place,
+    flat_masters,
+    non_finite_parameters,
+    places,
+    publish_masters,
+)
 from qwen_edit_zero.engines.zero.partition import let_linears_forget_weights, partition_parameters
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.flat_state import FlatRange, TensorSource
@@ -50,6 +57,12 @@ class ZeroEngine(ParallelEngine):
                 "model.compile is on under ZeRO-3, whose hooks in every layer break compiled code into pieces slower "
                 "than eager. Switch it off, or use engine.backend=fsdp2, which shards as much and compiles."
             )
+        if settings.model.activation_checkpointing == "selective" and self.stage == 3:
+            raise SettingsError(
+                "model.activation_checkpointing is selective under ZeRO-3, which gathers weights inside of blocks by "
+                "other operations in the backward pass than in the forward pass; torch cannot tell these from the "
+                "model's. Use block, or engine.backend=fsdp2, which shards as much."
+            )
         self.device = device
         self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
         self._settings = settings
@@ -58,6 +71,7 @@ class ZeroEngine(ParallelEngine):
         self._steps = 0
         self._engine: Any = None
         self._places: dict[int, Place] = {}
+        self._non_finite: list[str] = []
         library.start_deepspeed(settings, device)
 
     # Setup ---------------------------------------------------------------------------------------------------------
@@ -68,10 +82,7 @@ class ZeroEngine(ParallelEngine):
     def setup(self, module: torch.nn.Module, *, optimizer: OptimizerSettings, weights: TensorSource | None) -> None:
         values = InitialValues(module, weights)
         config = complete_config(self._settings, optimizer, self.dp_size)
-        if self._settings.model.compile:
-            compile_blocks(module)
-        if self._settings.model.activation_checkpointing == "block":
-            checkpoint_blocks(module, early_stop=self.stage < 3)
+        prepare_blocks(module, self._settings.model, self.device, early_stop=self.stage < 3)
         to_meta(module, frozen_dtype=self._dtype)
         move_buffers(module, self.device)
         self.module = module
@@ -84,6 +95,7 @@ class ZeroEngine(ParallelEngine):
 
         self._adamw = self._make_adamw(optimizer, offload=offloads_optimizer(config))
         self._engine = library.make_engine(module, self._adamw, config, self._settings.engine.timeout_seconds)
+        library.watch_overflow(self._engine.optimizer, self._note_non_finite)
         self._places = places(self._engine.optimizer, self.stage, trained(module).values(), self.dp_rank)
         masters = flat_masters(self._engine.optimizer, self.stage)
         prime_state(self._adamw, masters)
@@ -130,11 +142,17 @@ class ZeroEngine(ParallelEngine):
         self._engine.step()
         applied = bool(self._engine.was_step_applied())
         norm = float(self._engine.get_global_grad_norm())
+        non_finite = () if applied else first_names(self._non_finite, trained(self.module))
         self._forget_gradients()
         self._steps += applied
         self._loss_scale.update(finite=applied)
         self._announce_loss_scale()
-        return StepResult(grad_norm=norm if applied else math.inf, applied=applied, loss_scale=scale)
+        return StepResult(norm if applied else math.inf, applied, loss_scale=scale, non_finite=non_finite)
+
+    def _note_non_finite(self) -> None:
+        """Called while DeepSpeed still has the gradients of a step that it is about to skip."""
+        found = non_finite_parameters(self._engine.optimizer, self.stage, self._places)
+        self._non_finite = [name for name, parameter in trained(self.module).items() if id(parameter) in found]
 
     def _forget_gradients(self) -> None:
         """Clear what DeepSpeed's step leaves behind and adds to in the next step."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,6 +102,18 @@ def _reduce_leftovers(optimizer: Any) -> None:
             reduced = optimizer.params_already_reduced[optimizer.get_param_id(parameter)]
             if not reduced and optimizer.get_gradient_for_reduction(parameter) is not None:
                 optimizer.reduce_ready_partitions_and_remove_grads(parameter, group)
+
+
+def watch_overflow(optimizer: Any, on_overflow: Callable[[], None]) -> None:
+    """Have `on_overflow` called on every rank when DeepSpeed has decided to skip a step, before it drops gradients."""
+    update_scale = optimizer._update_scale
+
+    def update(has_overflow: bool = False) -> Any:
+        if has_overflow:
+            on_overflow()
+        return update_scale(has_overflow)
+
+    optimizer._update_scale = update
 
 
 def make_cpu_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,3 +69,23 @@ def publish_masters(optimizer: Any, stage: int) -> None:
     for group in range(len(optimizer.fp16_groups)):
         optimizer._reassign_or_swap_out_partitioned_parameters(group)
     optimizer.invalidate_secondary_tensor()
+
+
+def non_finite_parameters(optimizer: Any, stage: int, places: Mapping[int, Place]) -> set[int]:
+    """Identities of the parameters whose reduced gradient, where this rank holds it, is not finite.
+
+    To be asked between the reduction and the clearing of a step's gradients.
+    """
+    if any(place.flat.grad is not None for place in places.values()):  # offloaded: gradients lie beside the masters
+        return {
+            key
+            for key, place in places.items()
+            if place.flat.grad is not None and not place.of(place.flat.grad).isfinite().all()
+        }
+    groups = optimizer.fp16_groups if stage == 3 else optimizer.params_in_partition
+    return {
+        id(parameter)
+        for number, group in enumerate(groups)
+        for parameter, gradient in zip(group, optimizer.averaged_gradients.get(number) or (), strict=False)
+        if gradient is not None and not gradient.isfinite().all()
+    }
