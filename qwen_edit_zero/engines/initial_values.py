@@ -26,6 +26,12 @@ class InitialValues:
         self._shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
         stored = set(weights.names()) if weights is not None else set()
         missing = []
+        for name, shape in self._shapes.items():
+            if 0 in shape:
+                raise ModelFolderError(
+                    f"Parameter '{name}' of the model has shape {shape}, so no elements: nothing of it could be "
+                    f"trained or saved. Is the config of the model complete?"
+                )
         for name, parameter in module.named_parameters():
             if weights is not None and name in stored:
                 shape = tuple(weights.shape(name))

@@ -134,6 +134,10 @@ class _Run:
             module = build_transformer(self.folder, attention=attention, lora=settings.model.lora)
         trained = freeze(module, settings.model.freeze)
         self.say(f"{self.folder.variant} from {self.folder.path}: {trained}")
+        if settings.model.freeze:
+            compute_bytes = DTYPES[settings.precision.mode].itemsize
+            masters_apart = settings.engine.backend == "deepspeed"
+            self.say("\n".join(trained.lines(compute_bytes=compute_bytes, masters_apart=masters_apart)))
         engine.setup(
             module,
             optimizer=settings.optimizer,

@@ -104,6 +104,15 @@ def test_freezing_by_patterns(plus_path: Path) -> None:
     assert not any(name.startswith("transformer_blocks.1.") for name in frozen)
     assert report.frozen == sum(p.numel() for p in module.parameters() if not p.requires_grad)
     assert report.trained + report.frozen == sum(p.numel() for p in module.parameters())
+    assert report.groups["img_in"] == (0, sum(p.numel() for p in module.img_in.parameters()))
+    attention, second = report.groups["transformer_blocks.*.attn"], module.transformer_blocks[1].attn
+    assert attention == (sum(p.numel() for p in second.parameters()),) * 2  # block 0 is frozen, block 1 trains
+    saved = report.lines(compute_bytes=2, masters_apart=False)[-1]
+    assert f"{report.frozen * 8 / 1e9:.3g} GB of moments" in saved
+    assert f"{report.frozen * 2 / 1e9:.3g} GB of master weights" in saved
+    assert (
+        f"{report.frozen * 4 / 1e9:.3g} GB of master weights" in report.lines(compute_bytes=2, masters_apart=True)[-1]
+    )
     with pytest.raises(SettingsError, match=r"transformer_block\.0\.\*.*nearest names are transformer_blocks\.0"):
         freeze(module, ["transformer_block.0.*"])
     with pytest.raises(SettingsError, match="nothing would train"):

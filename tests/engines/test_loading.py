@@ -77,6 +77,23 @@ def test_missing_and_misshapen_tensors_are_named() -> None:
         assert "needs (16, 8)" in misshapen
 
 
+def empty_parameter(rank: int, world: int) -> list[str]:
+    messages = []
+    for kind in harness.EVERY_ENGINE:
+        engine = make_engine(harness.engine_settings(kind), device=harness.CPU)
+        model = problem.make_model()
+        model.gathered_too_late = torch.nn.Parameter(torch.empty(0))
+        with pytest.raises(ModelFolderError) as error:
+            engine.setup(model, optimizer=problem.OPTIMIZER, weights=None)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_parameter_without_elements_is_refused() -> None:
+    for message in run_ranks(empty_parameter, 1)[0]:
+        assert "'gathered_too_late' of the model has shape (0,)" in message
+
+
 def other_tensors(rank: int, world: int, kind: str) -> dict[str, Any]:
     """A module with everything that is not a parameter from the folder: ties, buffers, plain tensors, new layers."""
     engine = make_engine(harness.engine_settings(kind, precision="bf16"), device=harness.CPU)

@@ -14,6 +14,7 @@ from qwen_edit_zero.engines.adamw import make_adamw, prime_state, set_step
 from qwen_edit_zero.engines.base import ParallelEngine, Scalars, StepResult
 from qwen_edit_zero.engines.blocks import prepare_blocks
 from qwen_edit_zero.engines.collectives import first_names
+from qwen_edit_zero.engines.host_memory import release_freed_memory
 from qwen_edit_zero.engines.initial_values import InitialValues
 from qwen_edit_zero.engines.loss_scale import LossScale
 from qwen_edit_zero.engines.parameters import frozen, move_buffers, replace_parameters, to_meta, trained
@@ -95,6 +96,7 @@ class ZeroEngine(ParallelEngine):
 
         self._adamw = self._make_adamw(optimizer, offload=offloads_optimizer(config))
         self._engine = library.make_engine(module, self._adamw, config, self._settings.engine.timeout_seconds)
+        release_freed_memory()
         library.watch_overflow(self._engine.optimizer, self._note_non_finite)
         self._places = places(self._engine.optimizer, self.stage, trained(module).values(), self.dp_rank)
         masters = flat_masters(self._engine.optimizer, self.stage)
