@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 CONFIG = problem.transformer_config(width=384, layers=4)
 BUCKET = 2_000_000
 ACCUMULATION, WARM_UP = 2, 2
-ROUNDS = 11
+ROUNDS = 41
 RANKS = 2
 CONTENDERS: dict[str, list[tuple[str, type[peers.Loop]]]] = {
     "fsdp2": [
