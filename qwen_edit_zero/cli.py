@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from qwen_edit_zero import train as train_script
@@ -33,11 +35,33 @@ def _parser() -> ArgumentParser:
     verbs.add_parser("train", help="train; see qwen-edit-zero train --help", add_help=False)
     verb = verbs.add_parser("consolidate", help="turn a checkpoint into a model folder that diffusers loads")
     verb.add_argument(
-        "checkpoint", type=Path, help="a folder such as RUN/checkpoints/step-00000200, or RUN: its newest"
+        "checkpoint",
+        type=Path,
+        metavar="SOURCE",
+        help="a folder such as RUN/checkpoints/step-00000200, or RUN: its newest; or one that DeepSpeed or torch (DCP) "
+        "wrote, told by its content",
     )
-    verb.add_argument("out", type=Path, help="the folder to write")
+    verb.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
     verb.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (default bf16)")
-    verb.add_argument("--base", type=Path, metavar="MODEL", help="the model folder, if it has moved since the run")
+    verb.add_argument(
+        "--base",
+        type=Path,
+        metavar="MODEL",
+        help="the model folder, if it has moved since the run; with a DeepSpeed or DCP folder: the model to make "
+        "(without it, only the weights are written, under their own names)",
+    )
+    verb.add_argument(
+        "--fill", action="store_true", help="of a DeepSpeed or DCP folder: take weights that it lacks from MODEL"
+    )
+    verb.add_argument(
+        "--weights", choices=("model", "ema"), default="model", help="the weights, or their running average"
+    )
+    verb.add_argument(
+        "--shard-size", type=_bytes, default="10GB", metavar="SIZE", help="of weight files at most (default 10GB)"
+    )
+    verb.add_argument(
+        "--threads", type=int, metavar="N", help="that read and write (default: one a processor, up to 4)"
+    )
     verb.add_argument(
         "--components",
         choices=("link", "copy", "none"),
@@ -46,8 +70,13 @@ def _parser() -> ArgumentParser:
     )
     verb.add_argument("--overwrite", action="store_true", help="replace OUT if this command wrote it before")
     verb.add_argument(
-        "--adapter", action="store_true", help="of a LoRA run: only the adapter, for pipeline.load_lora_weights(OUT)"
+        "--lora",
+        choices=("merge", "export"),
+        default="merge",
+        help="of a LoRA run: the model with the adapter merged into it (default), or only the adapter, for "
+        "pipeline.load_lora_weights(OUT)",
     )
+    verb.add_argument("--adapter", dest="lora", action="store_const", const="export", help="the same as --lora export")
     verb.set_defaults(verb=_consolidate)
     verb = verbs.add_parser("report", help="draw the contact sheet and the loss plot of a run")
     verb.add_argument("run", type=Path, help="the folder of a run, such as runs/demo")
@@ -94,28 +123,54 @@ def _export_adapter(checkpoint: Path, out: Path) -> int:
 
 
 def _consolidate(parsed: Namespace) -> int:
-    if parsed.adapter:
+    if parsed.lora == "export":
         return _export_adapter(parsed.checkpoint, parsed.out)
     from qwen_edit_zero.checkpoints.consolidate import consolidate
     from qwen_edit_zero.edit_model.folder import open_model_folder
 
-    written = consolidate(
-        parsed.checkpoint,
-        parsed.out,
-        dtype=parsed.dtype,
-        open_model=open_model_folder,
-        base_model=parsed.base,
-        components=parsed.components,
-        overwrite=parsed.overwrite,
-        progress=_show_bytes if sys.stderr.isatty() else None,
-    )
+    with _bytes_bar() as progress:
+        written = consolidate(
+            parsed.checkpoint,
+            parsed.out,
+            dtype=parsed.dtype,
+            open_model=open_model_folder,
+            base_model=parsed.base,
+            weights=parsed.weights,
+            fill=parsed.fill,
+            shard_bytes=parsed.shard_size,
+            components=parsed.components,
+            overwrite=parsed.overwrite,
+            threads=parsed.threads,
+            progress=progress,
+        )
     print(f"written: {written}")
     return 0
 
 
-def _show_bytes(done: int, total: int) -> None:
-    end = "\n" if done == total else ""
-    print(f"\r{done / 1e9:.1f} of {total / 1e9:.1f} GB", end=end, file=sys.stderr, flush=True)
+@contextmanager
+def _bytes_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar of bytes done, speed and time left; nothing where nobody would see it."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit="B", unit_scale=True, dynamic_ncols=True) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
+
+
+def _bytes(text: str) -> int:
+    """`10GB`, `500 MB`, `2GiB` or a number of bytes."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", text.strip())
+    size = float(found[1]) * (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " ") if found else 0
+    if size < 1:
+        raise ArgumentTypeError(f"{text!r} is no size; give one such as 5GB")
+    return int(size)
 
 
 def _report(parsed: Namespace) -> int:
@@ -130,7 +185,8 @@ def _checkpoint(parsed: Namespace) -> int:
     from qwen_edit_zero.checkpoints.describe import list_checkpoints, show_checkpoint, verify_text
 
     if parsed.action == "verify":
-        text, is_sound = verify_text(parsed.path, _show_bytes if sys.stderr.isatty() else None)
+        with _bytes_bar() as progress:
+            text, is_sound = verify_text(parsed.path, progress)
         print(text)
         return 0 if is_sound else 2
     print(list_checkpoints(parsed.path) if parsed.action == "list" else show_checkpoint(parsed.path))

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from qwen_edit_zero import __version__
 from qwen_edit_zero.checkpoints.base_model import BaseModel, OpenModel
 from qwen_edit_zero.checkpoints.components import Components, add_components
-from qwen_edit_zero.checkpoints.consolidation_plan import OutputTensor, plan_tensors
-from qwen_edit_zero.checkpoints.disk import ChecksummedFile, OpenFiles, bytes_text, sync_folder, write_file
-from qwen_edit_zero.checkpoints.precision import OverflowingValue
+from qwen_edit_zero.checkpoints.consolidation_foreign import plan_foreign
+from qwen_edit_zero.checkpoints.consolidation_journal import Journal, identity_of
+from qwen_edit_zero.checkpoints.consolidation_output import WEIGHTS, OutputFile, OutputTensor, index_of, lay_out
+from qwen_edit_zero.checkpoints.consolidation_plan import EMA, FilesOfThreads, Sources, plan_tensors
+from qwen_edit_zero.checkpoints.consolidation_writer import Progress, default_threads, write_files
+from qwen_edit_zero.checkpoints.disk import bytes_text, sync_folder, write_file
+from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign, open_foreign
+from qwen_edit_zero.checkpoints.foreign.source import ForeignSource
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
-from qwen_edit_zero.checkpoints.safetensors_file import build_header
 from qwen_edit_zero.checkpoints.validity import find_checkpoint
 from qwen_edit_zero.errors import CheckpointError, StorageError
+from qwen_edit_zero.flat_state import PARAM
 
-WEIGHTS = "diffusion_pytorch_model"
 PROVENANCE = "consolidated.json"
 SHARD_BYTES = 10 * 10**9  # the default of diffusers
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 Dtype = Literal["bf16", "fp16", "fp32"]
-Progress = Callable[[int, int], None]  # bytes written, bytes in all
+Weights = Literal["model", "ema"]
 
 
 def consolidate(
@@ -35,33 +40,49 @@ def consolidate(
     dtype: Dtype,
     open_model: OpenModel,
     base_model: Path | None = None,
+    weights: Weights = "model",
+    fill: bool = False,
     shard_bytes: int = SHARD_BYTES,
     components: Components = "link",
     overwrite: bool = False,
+    threads: int | None = None,
     progress: Progress | None = None,
     say: Callable[[str], None] = print,
 ) -> Path:
     """Write the trained model in diffusers layout; the folder appears whole or not at all.
 
-    Trained parameters are compared with their checksums while they are read. Frozen ones come from the base model,
-    adapters are merged into it.
+    Everything read is compared with its checksum. Of our own checkpoints, frozen parameters come from the base model
+    and adapters are merged into it. DeepSpeed and DCP folders are recognised by what is in them; they have no base
+    model of their own: without `base_model`, their weights alone are written.
 
     Args:
-        source: a checkpoint folder, or a run (or its `checkpoints` folder): then its newest valid checkpoint.
-        out: folder to make; must not exist or be empty.
+        source: a checkpoint folder, or a run (or its `checkpoints` folder): then its newest valid checkpoint; or a
+            DeepSpeed folder (or a folder of its tags), or a DCP folder.
+        out: folder to make; must not exist or be empty. If an earlier call was interrupted, this one goes on from what
+            is there in `.NAME.partial` beside it.
         dtype: of the floating-point weights written; others keep theirs.
         open_model: opens a model folder by path, or `tiny`.
         base_model: where the model trained from is now; None: where it was then.
+        weights: `ema` for the running average, if the run kept one.
+        fill: take parameters that a DeepSpeed or DCP folder lacks from the base model.
         shard_bytes: the most a weight file holds, unless a single tensor is larger.
         components: how VAE, text encoder, tokenizer, ... come along; see `add_components`.
         overwrite: replace `out` if it was written by this function before.
-        progress: told the bytes written so far and in all.
-        say: told which checkpoint was chosen.
+        threads: that read, convert and write; None: one a processor, up to four.
+        progress: told the bytes written so far and in all, from any thread.
+        say: told which checkpoint was chosen, how names were resolved, what was left out.
 
     Returns `out`. Raises CheckpointError or ModelFolderError before anything is written if checkpoint and model are not
     whole or do not belong together; CheckpointError if damage or a value too large for `dtype` is met on the way;
     StorageError if writing fails.
     """
+    options = _Options(dtype, shard_bytes, components, threads or default_threads(), progress or _silent)
+    if is_foreign(source):
+        if weights != "model":
+            raise CheckpointError(
+                f"{source} is of another program, whose averaged weights are not known; leave out --weights"
+            )
+        return _consolidate_foreign(source, out, open_model, base_model, fill, overwrite, options, say)
     found = find_checkpoint(source)
     assert found.path is not None
     for path, reason in found.passed_over:
@@ -69,15 +90,95 @@ def consolidate(
     if found.path != source:
         say(f"using {found.path}, the newest valid checkpoint")
     _refuse_out(out, found.path, overwrite)
-    files = OpenFiles()
+    with CheckpointReader(found.path) as reader:
+        manifest = reader.manifest
+        base = open_model(str(base_model) if base_model else manifest.model.path)
+        sources = Sources(reader)
+        kind = EMA if weights == "ema" else PARAM
+        try:
+            job = _Job(
+                source=f"{manifest.save_id} {kind} {base.fingerprint}",
+                tensors=plan_tensors(reader, base, DTYPES[dtype], sources, kind=kind),
+                base=base,
+                config=manifest.model.config,
+                provenance={
+                    "checkpoint": str(reader.path),
+                    "save_id": manifest.save_id,
+                    "step": manifest.step,
+                    "samples_seen": manifest.samples_seen,
+                    "weights": weights,
+                    "base_model": manifest.model.path,
+                    "base_model_fingerprint": manifest.model.fingerprint,
+                },
+            )
+            _write_folder(job, out, options)
+        finally:
+            sources.close()
+    return out
+
+
+def _consolidate_foreign(
+    source: Path,
+    out: Path,
+    open_model: OpenModel,
+    base_model: Path | None,
+    fill: bool,
+    overwrite: bool,
+    options: _Options,
+    say: Callable[[str], None],
+) -> Path:
+    state = open_foreign(source)
+    step = "unknown" if state.step is None else state.step
+    say(f"{state.path}: {state.format}, {state.world_size} ranks, step {step}")
+    _refuse_out(out, state.path, overwrite)
+    base = open_model(str(base_model)) if base_model else None
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in state.files]
+    files = FilesOfThreads()
     try:
-        with CheckpointReader(found.path) as reader:
-            base = open_model(str(base_model) if base_model else reader.manifest.model.path)
-            tensors = plan_tensors(reader, base, DTYPES[dtype], files)
-            _write_folder(reader, base, tensors, out, dtype, shard_bytes, components, progress or _silent)
+        with ForeignSource(state) as opened:
+            job = _Job(
+                source=f"{state.path.resolve()} {stats} {base.fingerprint if base else ''}",
+                tensors=plan_foreign(opened, base, DTYPES[options.dtype], files.get, fill=fill, say=say),
+                base=base,
+                config=base.transformer_config if base else None,
+                provenance={
+                    "checkpoint": str(state.path),
+                    "format": state.format,
+                    "step": state.step,
+                    "samples_seen": state.samples_seen,
+                    "tied": state.tied,
+                    "base_model": str(base.path) if base else None,
+                    "base_model_fingerprint": base.fingerprint if base else None,
+                },
+                finish=opened.finish,
+            )
+            _write_folder(job, out, options)
     finally:
         files.close()
     return out
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How to write."""
+
+    dtype: Dtype
+    shard_bytes: int
+    components: Components
+    threads: int
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What to write. `source` identifies it; `finish` compares checksums at the end."""
+
+    source: str
+    tensors: Sequence[OutputTensor]
+    base: BaseModel | None
+    config: Mapping[str, Any] | None
+    provenance: Mapping[str, object]
+    finish: Callable[[], None] = lambda: None
 
 
 def _silent(done: int, total: int) -> None:
@@ -99,34 +200,24 @@ def _refuse_out(out: Path, checkpoint: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{out} is not empty: {hint}")
 
 
-def _write_folder(
-    reader: CheckpointReader,
-    base: BaseModel,
-    tensors: list[OutputTensor],
-    out: Path,
-    dtype: str,
-    shard_bytes: int,
-    components: Components,
-    progress: Progress,
-) -> None:
+def _write_folder(job: _Job, out: Path, options: _Options) -> None:
     partial = out.with_name(f".{out.name}.partial")
-    total = sum(t.size for t in tensors)
+    weights = partial / "transformer" if job.base else partial
+    files = lay_out(job.tensors, options.shard_bytes)
+    identity = identity_of(job.source, files)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        free = shutil.disk_usage(out.parent).free
-        if free < total:
-            raise StorageError(f"the weights need {bytes_text(total)}, and {out.parent} has {bytes_text(free)} free")
-        (partial / "transformer").mkdir(parents=True)
-        config = {"_class_name": "QwenImageTransformer2DModel", **reader.manifest.model.config}
-        _write_json(partial / "transformer" / "config.json", config)
-        _write_shards(partial / "transformer", split_shards(tensors, shard_bytes), total, progress)
-        add_components(base.path, partial, components)
-        _write_json(partial / PROVENANCE, _provenance(reader, dtype))
-        sync_folder(partial / "transformer")
+        _open_partial(partial, weights, identity, sum(f.size for f in files))
+        _write_weights(job, weights, files, identity, options)
+        if job.base is not None:
+            config = {"_class_name": "QwenImageTransformer2DModel", **(job.config or {})}
+            _write_json(weights / "config.json", config)
+            add_components(job.base.path, partial, options.components)
+        provenance = {"written_by": f"qwen-edit-zero {__version__}", **job.provenance, "dtype": options.dtype}
+        _write_json(partial / PROVENANCE, provenance)
+        sync_folder(weights)
         sync_folder(partial)
         _give_name(partial, out)
-    except BaseException as error:
+    except Exception as error:  # not when it is interrupted: then the next call goes on
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError):
             where = f" ({error.filename})" if error.filename else ""
@@ -136,57 +227,35 @@ def _write_folder(
         raise
 
 
-def split_shards(tensors: list[OutputTensor], shard_bytes: int) -> list[list[OutputTensor]]:
-    """Fill files in order, each up to `shard_bytes`; a larger tensor gets a file of its own."""
-    shards: list[list[OutputTensor]] = [[]]
-    room = shard_bytes
-    for tensor in tensors:
-        if shards[-1] and tensor.size > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(tensor)
-        room -= tensor.size
-    return shards
+def _open_partial(partial: Path, weights: Path, identity: str, size: int) -> None:
+    """Make room for the weights, or keep what an interrupted call has written of the same."""
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    there = 0
+    if Journal.is_of(weights, identity):
+        there = sum(p.stat().st_blocks * 512 for p in weights.glob(f"{WEIGHTS}*"))
+        for path in partial.iterdir() if weights != partial else ():
+            if path.is_dir() and path != weights:
+                shutil.rmtree(path)
+    else:
+        shutil.rmtree(partial, ignore_errors=True)
+    free = shutil.disk_usage(partial.parent).free
+    if free < size - there:
+        raise StorageError(
+            f"the weights need {bytes_text(size - there)}, and {partial.parent} has {bytes_text(free)} free"
+        )
+    weights.mkdir(parents=True, exist_ok=True)
 
 
-def _write_shards(folder: Path, shards: list[list[OutputTensor]], total: int, progress: Progress) -> None:
-    count, done = len(shards), 0
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"{WEIGHTS}.safetensors" if count == 1 else f"{WEIGHTS}-{number:05d}-of-{count:05d}.safetensors"
-        with ChecksummedFile(folder / name) as file:
-            file.write(build_header([(t.name, t.dtype, t.shape) for t in shard], {"format": "pt"}))
-            for tensor in shard:
-                weight_map[tensor.name] = name
-                before = file.size
-                try:
-                    for chunk in tensor.chunks():
-                        file.write(chunk)
-                        progress(done + file.size - before, total)
-                except OverflowingValue as error:
-                    raise CheckpointError(
-                        f"{tensor.name} holds {error.value:g}, which is beyond the range of {tensor.dtype}; "
-                        "use --dtype bf16 or fp32"
-                    ) from None
-                assert file.size - before == tensor.size, tensor.name
-                done += tensor.size
-    if count > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(folder / f"{WEIGHTS}.safetensors.index.json", index)
-
-
-def _provenance(reader: CheckpointReader, dtype: str) -> dict[str, object]:
-    manifest = reader.manifest
-    return {
-        "written_by": f"qwen-edit-zero {__version__}",
-        "checkpoint": str(reader.path),
-        "save_id": manifest.save_id,
-        "step": manifest.step,
-        "samples_seen": manifest.samples_seen,
-        "dtype": dtype,
-        "base_model": manifest.model.path,
-        "base_model_fingerprint": manifest.model.fingerprint,
-    }
+def _write_weights(job: _Job, folder: Path, files: Sequence[OutputFile], identity: str, options: _Options) -> None:
+    journal = Journal(folder, identity)
+    try:
+        write_files(folder, files, journal, threads=options.threads, progress=options.progress)
+        job.finish()
+        journal.remove()
+    finally:
+        journal.close()
+    if len(files) > 1:
+        _write_json(folder / f"{WEIGHTS}.safetensors.index.json", index_of(files))
 
 
 def _write_json(path: Path, value: object) -> None:

@@ -1,14 +1,17 @@
-"""Which tensors a consolidated transformer has, and where each comes from; all checks before a byte is written."""
+"""Which tensors a transformer consolidated from our own format has, and where each comes from; all checks first."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import numpy as np
 
 from qwen_edit_zero.checkpoints.base_model import BaseModel, BaseTensor
+from qwen_edit_zero.checkpoints.consolidation_output import PART, WINDOW, OutputTensor, Part, cut
 from qwen_edit_zero.checkpoints.disk import OpenFiles
 from qwen_edit_zero.checkpoints.manifest import LoraReference
 from qwen_edit_zero.checkpoints.precision import (
@@ -22,30 +25,65 @@ from qwen_edit_zero.checkpoints.precision import (
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE
 from qwen_edit_zero.errors import CheckpointError, ModelFolderError
+from qwen_edit_zero.flat_state import PARAM
 
-CHUNK = 4 * 2**20  # bytes read at a time; small enough to stay in the processor's cache while it is converted
+EMA = "ema"  # the kind of averaged weights
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"
 
 
-@dataclass(frozen=True)
-class OutputTensor:
-    """A tensor to write: `chunks()` gives its bytes in order, already in `dtype`."""
+class FilesOfThreads:
+    """Open files for each thread, since OpenFiles may not be shared."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    chunks: Callable[[], Iterator[Bytes]]
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._opened: list[OpenFiles] = []
+
+    def get(self) -> OpenFiles:
+        """This thread's."""
+        if not hasattr(self._local, "files"):
+            self._local.files = OpenFiles()
+            self._opened.append(self._local.files)
+        files: OpenFiles = self._local.files
+        return files
+
+    def close(self) -> None:
+        """Close what all threads opened; they must be done."""
+        while self._opened:
+            self._opened.pop().close()
+
+
+class Sources:
+    """What the parts read from: a reader of the checkpoint for each thread, and files of the base model."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self.files = FilesOfThreads()
+        self._reader = reader
+        self._local = threading.local()
+        self._opened: list[CheckpointReader] = []
 
     @property
-    def size(self) -> int:
-        """Bytes."""
-        return prod(self.shape) * ITEM_SIZE[self.dtype]
+    def reader(self) -> CheckpointReader:
+        """This thread's reader of the checkpoint."""
+        if not hasattr(self._local, "reader"):
+            self._local.reader = self._reader.another()
+            self._opened.append(self._local.reader)
+        reader: CheckpointReader = self._local.reader
+        return reader
+
+    def close(self) -> None:
+        """Close what all threads opened; they must be done."""
+        self.files.close()
+        while self._opened:
+            self._opened.pop().close()
 
 
-def plan_tensors(reader: CheckpointReader, base: BaseModel, dtype: str, files: OpenFiles) -> list[OutputTensor]:
+def plan_tensors(
+    reader: CheckpointReader, base: BaseModel, dtype: str, sources: Sources, *, kind: str = PARAM
+) -> list[OutputTensor]:
     """Every parameter of the transformer, in the order of the base model's files.
 
     Trained ones come from the checkpoint, frozen ones from the base model, adapters are merged into what they adapt.
+    `kind` chooses between the weights and their running average (`ema`).
     Raises CheckpointError if the base model is another one than was trained from, or if the parameters of checkpoint
     and model are not the same set with the same shapes.
     """
@@ -56,8 +94,12 @@ def plan_tensors(reader: CheckpointReader, base: BaseModel, dtype: str, files: O
             f"fingerprint {reference.fingerprint}; here: {base.fingerprint}). "
             "Give the folder it was trained from as base model"
         )
+    if kind != PARAM and kind not in reader.kinds():
+        raise CheckpointError(
+            f"{reader.path} holds no averaged weights: its run had no EMA. Leave out --weights {kind}"
+        )
     expected = base.shards["transformer"].tensors
-    trained = {name: reader.shape(name) for name in reader.names()}
+    trained = {name: reader.shape(name, kind) for name in reader.names(kind)}
     adapters = {name for name in trained if name.endswith((_LORA_A, _LORA_B))} if reference.lora else set()
     frozen = {name.replace(".base_layer.", ".") if reference.lora else name for name in reference.frozen}
     whole = {name: shape for name, shape in trained.items() if name not in adapters}
@@ -67,19 +109,22 @@ def plan_tensors(reader: CheckpointReader, base: BaseModel, dtype: str, files: O
             raise CheckpointError(
                 f"{reader.path}: {name} has shape {list(shape)}, but {list(expected[name].shape)} in {base.path}"
             )
-    merged = _pair_adapters(reader, adapters, expected)
+    merged = _pair_adapters(reader, kind, adapters, expected)
     outputs = []
     for name, tensor in expected.items():
-        stored = reader.dtype(name) if name in whole else tensor.dtype
+        stored = reader.dtype(name, kind) if name in whole else tensor.dtype
         target = output_dtype(stored, dtype)
-        if name in whole:
-            chunks = _from_checkpoint(reader, name, stored, target)
+        count = prod(tensor.shape)
+        if name in whole:  # one part, so that every stored range is compared with its checksum
+            parts = [Part(0, count, _from_checkpoint(sources, name, kind, stored, target))] if count else []
         elif name in merged:
             assert reference.lora is not None
-            chunks = _with_adapter(reader, merged[name], reference.lora, tensor, target, files)
+            merge = _Merge(sources, merged[name], kind, reference.lora, tensor, target)
+            rows = max(1, PART // tensor.shape[1])
+            parts = [Part(s, n, partial(merge.windows, s, n)) for s, n in cut(count, rows * tensor.shape[1])]
         else:
-            chunks = _from_base(tensor, target, files)
-        outputs.append(OutputTensor(name, tuple(tensor.shape), target, chunks))
+            parts = parts_of_base(tensor, target, sources.files.get)
+        outputs.append(OutputTensor(name, tuple(tensor.shape), target, parts))
     return outputs
 
 
@@ -94,7 +139,9 @@ def _check_names(reader: CheckpointReader, expected: set[str], whole: set[str], 
             raise CheckpointError(f"{reader.path} does not fit its model: {shown} {fault}")
 
 
-def _pair_adapters(reader: CheckpointReader, adapters: set[str], expected: Mapping[str, BaseTensor]) -> dict[str, str]:
+def _pair_adapters(
+    reader: CheckpointReader, kind: str, adapters: set[str], expected: Mapping[str, BaseTensor]
+) -> dict[str, str]:
     """Weight name -> module name of every adapter, after checking both halves and their shapes."""
     modules = {name.removesuffix(_LORA_A).removesuffix(_LORA_B) for name in adapters}
     pairs = {}
@@ -104,7 +151,7 @@ def _pair_adapters(reader: CheckpointReader, adapters: set[str], expected: Mappi
         if missing:
             raise CheckpointError(f"{reader.path}: {missing.pop()} is not there, but its other half is")
         tensor = expected.get(weight)
-        a, b = reader.shape(module + _LORA_A), reader.shape(module + _LORA_B)
+        a, b = reader.shape(module + _LORA_A, kind), reader.shape(module + _LORA_B, kind)
         if tensor is None or len(tensor.shape) != 2 or (b[0], a[1]) != tuple(tensor.shape) or a[0] != b[1]:
             fit = "not in the base model" if tensor is None else f"of shape {list(tensor.shape)}"
             raise CheckpointError(f"{reader.path}: adapter {module} (B {list(b)}, A {list(a)}): {weight} is {fit}")
@@ -112,52 +159,67 @@ def _pair_adapters(reader: CheckpointReader, adapters: set[str], expected: Mappi
     return pairs
 
 
-def _from_checkpoint(reader: CheckpointReader, name: str, stored: str, target: str) -> Callable[[], Iterator[Bytes]]:
-    def chunks() -> Iterator[Bytes]:
-        for chunk in reader.stream(name, chunk_bytes=CHUNK):
-            yield convert(chunk, stored, target)
+def _from_checkpoint(sources: Sources, name: str, kind: str, stored: str, target: str) -> Callable[[], Iterator[Bytes]]:
+    def windows() -> Iterator[Bytes]:
+        for window in sources.reader.stream(name, kind, chunk_bytes=WINDOW):
+            yield convert(window, stored, target)
 
-    return chunks
-
-
-def _from_base(tensor: BaseTensor, target: str, files: OpenFiles) -> Callable[[], Iterator[Bytes]]:
-    def chunks() -> Iterator[Bytes]:
-        for data in _base_bytes(tensor, CHUNK, files):
-            yield convert(data, tensor.dtype, target)
-
-    return chunks
+    return windows
 
 
-def _base_bytes(tensor: BaseTensor, step: int, files: OpenFiles) -> Iterator[Bytes]:
-    for done in range(0, tensor.nbytes, step):
-        data = np.empty(min(step, tensor.nbytes - done), dtype=np.uint8)
+def parts_of_base(tensor: BaseTensor, target: str, files: Callable[[], OpenFiles]) -> list[Part]:
+    """A tensor of the base model as it is, but for its type. `files` gives the calling thread's open files."""
+
+    def windows(start: int, length: int) -> Callable[[], Iterator[Bytes]]:
+        def read() -> Iterator[Bytes]:
+            for data in _base_bytes(tensor, start, length, files()):
+                yield convert(data, tensor.dtype, target)
+
+        return read
+
+    return [Part(start, length, windows(start, length)) for start, length in cut(prod(tensor.shape))]
+
+
+def _base_bytes(tensor: BaseTensor, start: int, length: int, files: OpenFiles) -> Iterator[Bytes]:
+    item = ITEM_SIZE[tensor.dtype]
+    first, end = tensor.offset + start * item, tensor.offset + (start + length) * item
+    buffer = np.empty(min(WINDOW, end - first), dtype=np.uint8)
+    for position in range(first, end, WINDOW):
+        data = buffer[: min(WINDOW, end - position)]
         try:
-            files.read_into(tensor.path, tensor.offset + done, data.data)
+            files.read_into(tensor.path, position, data.data)
         except OSError as error:
             raise ModelFolderError(f"cannot read {tensor.path}: {error.strerror}") from None
         yield data
 
 
-def _with_adapter(
-    reader: CheckpointReader, module: str, lora: LoraReference, tensor: BaseTensor, target: str, files: OpenFiles
-) -> Callable[[], Iterator[Bytes]]:
+@dataclass(frozen=True)
+class _Merge:
     """W + alpha / rank * B A (https://arxiv.org/abs/2106.09685, section 4.1), some rows of W at a time, in fp32."""
 
-    def chunks() -> Iterator[Bytes]:
-        a, b = _matrix(reader, module + _LORA_A), _matrix(reader, module + _LORA_B)
-        b *= np.float32(lora.alpha / lora.rank)
-        columns = tensor.shape[1]
-        row_bytes = columns * ITEM_SIZE[tensor.dtype]
-        rows = max(1, CHUNK // row_bytes)
-        for i, data in enumerate(_base_bytes(tensor, rows * row_bytes, files)):
-            weight = to_float32(data, tensor.dtype).reshape(-1, columns)
-            weight += b[i * rows : (i + 1) * rows] @ a
-            yield from_float32(weight.reshape(-1), target)
+    sources: Sources
+    module: str
+    kind: str
+    lora: LoraReference
+    tensor: BaseTensor
+    target: str
 
-    return chunks
+    def windows(self, start: int, length: int) -> Iterator[Bytes]:
+        """The rows that elements `start .. start + length` are."""
+        reader, columns = self.sources.reader, self.tensor.shape[1]
+        a = _rows(reader, self.module + _LORA_A, self.kind, 0, reader.shape(self.module + _LORA_A, self.kind)[0])
+        b = _rows(reader, self.module + _LORA_B, self.kind, start // columns, length // columns)
+        b *= np.float32(self.lora.alpha / self.lora.rank)
+        step = max(1, WINDOW // (columns * ITEM_SIZE[self.tensor.dtype]))
+        for row in range(0, len(b), step):
+            some = b[row : row + step]
+            data = _base_bytes(self.tensor, start + row * columns, len(some) * columns, self.sources.files.get())
+            weight = to_float32(np.concatenate(list(data)), self.tensor.dtype).reshape(-1, columns)
+            weight += some @ a
+            yield from_float32(weight.reshape(-1), self.target)
 
 
-def _matrix(reader: CheckpointReader, name: str) -> Floats:
-    shape = reader.shape(name)
-    data = reader.read_bytes(name, 0, prod(shape))
-    return to_float32(data, reader.dtype(name)).reshape(shape)
+def _rows(reader: CheckpointReader, name: str, kind: str, first: int, count: int) -> Floats:
+    columns = reader.shape(name, kind)[1]
+    data = reader.read_bytes(name, first * columns, count * columns, kind)
+    return to_float32(data, reader.dtype(name, kind)).reshape(count, columns)

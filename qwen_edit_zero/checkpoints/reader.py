@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -15,6 +16,7 @@ import xxhash
 
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES, OpenFiles
+from qwen_edit_zero.checkpoints.in_use import ReadLock
 from qwen_edit_zero.checkpoints.manifest import Json, Manifest, StoredRange, StoredTensor, intersect, load_manifest
 from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE, element_count
 from qwen_edit_zero.errors import CheckpointError
@@ -35,9 +37,21 @@ class CheckpointReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.manifest: Manifest = load_manifest(path)
+        self._lock = ReadLock(path)
+        try:
+            self.manifest: Manifest = load_manifest(path)
+        except CheckpointError:
+            self._lock.release()
+            raise
         self._tensors = {(t.kind, t.name): t for t in self.manifest.tensors}
         self._files = OpenFiles()
+
+    def another(self) -> CheckpointReader:
+        """A reader of the same checkpoint for another thread: it shares the manifest, but no open file."""
+        other = copy.copy(self)
+        other._files = OpenFiles()
+        other._lock = ReadLock(self.path)
+        return other
 
     @property
     def step(self) -> int:
@@ -121,8 +135,9 @@ class CheckpointReader:
             self._compare(tensor, stored, digest.hexdigest())
 
     def close(self) -> None:
-        """Close the files. Idempotent; a later read opens them again."""
+        """Close the files, and let retention delete them. Idempotent; a later read opens them again."""
         self._files.close()
+        self._lock.release()
 
     def __enter__(self) -> CheckpointReader:
         return self

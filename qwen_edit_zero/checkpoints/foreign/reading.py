@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +69,13 @@ class BlockReader:
         self._pread(stored.path, stored.offset + offset, target)
         return target
 
+    def revisit(self, records: Iterable[StoredBytes]) -> None:
+        """Count records as read from, without a CRC-32 of what was read."""
+        with self._lock:
+            for stored in records:
+                if stored.crc32 is not None:
+                    self._seen.setdefault(stored, [])
+
     def finish(self) -> None:
         """Compare every record of which something was read with its CRC-32; what was not read of it is read now.
 
@@ -122,9 +129,7 @@ class BlockReader:
             taken = (firsts[:, None] + within).reshape(-1)
             inside = (to >= 0) & (to < len(wanted))
             wanted[to[inside]] = source[taken[inside]]
-        if stored.crc32 is not None:
-            with self._lock:
-                self._seen.setdefault(stored, [])
+        self.revisit([stored])
 
     def _pread(self, path: Path, offset: int, target: Bytes) -> None:
         view = target.data

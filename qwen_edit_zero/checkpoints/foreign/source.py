@@ -20,8 +20,6 @@ from qwen_edit_zero.flat_state import PARAM
 if TYPE_CHECKING:
     import torch
 
-WINDOW = 4 * 2**20  # bytes read at a time; small enough to stay in the processor's cache while they are converted
-
 
 @dataclass(frozen=True)
 class ForeignTensor:
@@ -145,16 +143,20 @@ class ForeignSource:
             return torch.empty(0, dtype=dtype)
         return torch.from_numpy(self.read_bytes(name, start, length, kind)).view(dtype)
 
-    def stream(self, name: str, start: int, length: int, kind: str = PARAM) -> Iterator[Bytes]:
-        """Elements `start .. start + length` in windows of whole elements, each valid until the next is asked for."""
+    def stream(self, name: str, start: int, length: int, kind: str = PARAM, *, window: int) -> Iterator[Bytes]:
+        """Elements `start .. start + length` in windows of at most `window` bytes, each valid until the next."""
         tensor = self.state.tensors[kind, name]
         item = ITEM_SIZE[tensor.dtype]
-        step = WINDOW // item
+        step = max(1, window // item)
         buffer = np.empty(min(step, length) * item, dtype=np.uint8)
         for done in range(0, length, step):
-            window = buffer[: min(step, length - done) * item]
-            self._reader.read_into(tensor.blocks, tensor.view, start + done, item, window)
-            yield window
+            part = buffer[: min(step, length - done) * item]
+            self._reader.read_into(tensor.blocks, tensor.view, start + done, item, part)
+            yield part
+
+    def revisit(self, name: str, kind: str = PARAM) -> None:
+        """Count the records of a tensor as read before, so that `finish` reads and compares them."""
+        self._reader.revisit(block.stored for block in self.state.tensors[kind, name].blocks)
 
     def finish(self) -> None:
         """Compare all records that were read from with their checksums. Raises CheckpointError naming the file."""
