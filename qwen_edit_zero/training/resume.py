@@ -92,10 +92,11 @@ def run_state(
 def check_identity(reader: CheckpointReader, identity: RunIdentity) -> None:
     """Raise CheckpointError listing what differs between the checkpoint's run and this one."""
     saved = reader.run_state["identity"]
+    imported = "imported" in reader.manifest.settings  # by another program, which knew of no such things
     differing = [
         f"  {_SETTING[key]}: {saved.get(key)} there, {value} here"
         for key, value in asdict(identity).items()
-        if saved.get(key) != value
+        if (key in saved or not imported) and saved.get(key) != value
     ]
     if differing:
         raise CheckpointError(

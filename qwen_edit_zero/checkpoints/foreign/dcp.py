@@ -19,6 +19,7 @@ from qwen_edit_zero.flat_state import PARAM
 # optim.state.NAME.exp_avg; torchtitan calls it optimizer, Lightning optimizer_0; the name may be a number
 _MOMENT = re.compile(r"(?:optim\w*\.)?state\.(.+)\.(step|exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer)")
 _GROUP = re.compile(r"(?:optim\w*\.)?param_groups\.(.+)\.([^.]+)")
+_MEMBERS = re.compile(r"(?:optim\w*\.)?param_groups\.\d+\.(params|param_names)")
 _GROUPS = re.compile(r"(?:optim\w*\.)?param_groups")
 _OPTIMIZER = re.compile(r"(optim\w*)\.|state\.|param_groups")
 _OTHER = re.compile(r"(train_state|trainer_state|dataloader|lr_scheduler|scheduler|rng|rng_state|random_state)\w*\.")
@@ -100,41 +101,44 @@ def _add(state: ForeignState, entry: Entry, name: str, kind: str) -> None:
 
 def _groups(saved: Sequence[DcpMetadata]) -> list[str | int]:
     """What the optimizer's groups list: names, or numbers, in order; empty if they cannot be known."""
-    listed: dict[str | int, None] = {}
-    for metadata in saved:
-        for key in (*metadata.paths, *metadata.tensors, *metadata.objects):
-            if found := _GROUP.fullmatch(key):
-                listed[found[1]] = None
-        for key, stretch in metadata.objects.items():
-            if _GROUPS.fullmatch(key) and isinstance(groups := stretch.open().value, list):
-                return [name for group in groups for name in group.get("param_names") or group.get("params", ())]
-    return list(listed)
+    for wanted in ("param_names", "params"):
+        listed: list[str | int] = []
+        for metadata in saved:
+            for key, stretch in metadata.objects.items():
+                if _GROUPS.fullmatch(key) and isinstance(groups := stretch.open().value, list):
+                    listed += [name for group in groups for name in group.get(wanted, ())]
+                elif (found := _MEMBERS.fullmatch(key)) and found[1] == wanted:
+                    listed += stretch.open().value
+        if listed:
+            return listed
+    keys = (key for metadata in saved for key in (*metadata.paths, *metadata.tensors, *metadata.objects))
+    return list(dict.fromkeys(found[1] for key in keys if (found := _GROUP.fullmatch(key)) and not found[1].isdigit()))
 
 
 def _moment_names(state: ForeignState, labels: set[str], groups: Sequence[str | int]) -> dict[str, str]:
     """The parameter that each label in the optimizer's state means; marks what the groups list as trained."""
     parameters = [name for kind, name in state.tensors if kind == PARAM]
     cleaned = {clean(name): name for name in parameters}
-    if labels and all(label.isdigit() for label in labels):
-        numbered = sorted(int(label) for label in labels)
-        total = max(len(groups), numbered[-1] + 1)
+    if labels and all(label.isdigit() for label in labels) and not any(isinstance(g, str) for g in groups):
+        total = max(len(groups), 1 + max(int(label) for label in labels))
         if len(parameters) != total:
             raise CheckpointError(
                 f"{state.path}: its optimizer numbers {total} parameters without naming them, and there are "
                 f"{len(parameters)} weights: which is which cannot be known (some are frozen, or buffers)"
             )
+        for name in parameters:
+            state.mark_trained(name)
         return {str(number): parameters[number] for number in range(total)}
-    names = {}
+    names: dict[str, str] = {}
     ends = _by_end(cleaned)
     for label in (*labels, *(str(g) for g in groups)):
-        name = cleaned.get(clean(label)) or ends.get(clean(label))
-        if name is None:
-            if label in labels:
-                raise CheckpointError(f"{state.path} holds optimizer state of {label}, but no such parameter")
-            continue
-        names[label] = name
+        meant = cleaned.get(clean(label)) or ends.get(clean(label))
+        if meant is not None:
+            names[label] = meant
+        elif label in labels:
+            raise CheckpointError(f"{state.path} holds optimizer state of {label}, but no such parameter")
     for name in names.values():
-        object.__setattr__(state.tensors[PARAM, name], "role", "trained")
+        state.mark_trained(name)
     return names
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -86,6 +86,10 @@ class ForeignState:
         """Take a tensor in; its name must be new."""
         assert (tensor.kind, tensor.name) not in self.tensors, tensor.name
         self.tensors[tensor.kind, tensor.name] = tensor
+
+    def mark_trained(self, name: str) -> None:
+        """Note that a parameter was given to the optimizer."""
+        self.tensors[PARAM, name] = replace(self.tensors[PARAM, name], role="trained")
 
 
 class ForeignSource:

@@ -1,0 +1,212 @@
+"""A checkpoint of DeepSpeed or torch (DCP), moments included, written again in our own format, as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qwen_edit_zero.checkpoints import layout
+from qwen_edit_zero.checkpoints.base_model import BaseModel, BaseTensor
+from qwen_edit_zero.checkpoints.coordination import Coordinator
+from qwen_edit_zero.checkpoints.disk import OpenFiles
+from qwen_edit_zero.checkpoints.foreign.prefixes import resolve
+from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign, open_foreign
+from qwen_edit_zero.checkpoints.foreign.source import ForeignSource
+from qwen_edit_zero.checkpoints.manifest import ModelReference
+from qwen_edit_zero.checkpoints.precision import FLOATS, Bytes, convert, to_float32
+from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE
+from qwen_edit_zero.checkpoints.writer import Contents, plan_save, write_save
+from qwen_edit_zero.errors import CheckpointError, ModelFolderError
+from qwen_edit_zero.flat_state import PARAM, FlatRange
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; the only optimizer there is here
+_RANGE = 16 * 2**20  # elements of a stored range
+_WINDOW = 4 * 2**20  # bytes
+_SAMPLE = 2**16  # elements of a frozen tensor, at each of three places
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Names here -> names in the source, for what trains; `frozen` are the model's other parameters."""
+
+    trained: Mapping[str, str]
+    frozen: tuple[str, ...]
+
+
+def import_checkpoint(
+    source: Path,
+    run: Path,
+    *,
+    base: BaseModel,
+    say: Callable[[str], None] = print,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write `run/checkpoints/step-XXXXXXXX` from a DeepSpeed or DCP folder, so that a run goes on under any engine.
+
+    Trained parameters and moments are stored in fp32. Frozen parameters are not stored: they must be those of `base`.
+    A parameter that trains but has no moments, since it never had a gradient, gets moments of zero.
+
+    Args:
+        source: a DeepSpeed folder (or a folder of its tags), or a DCP folder.
+        run: the folder of a run; must hold no checkpoints.
+        base: the model that was trained from.
+        say: told what was found, and what the format could not tell.
+        progress: told the bytes written so far and in all.
+
+    Returns the checkpoint's folder. Raises CheckpointError before anything is written if the source is not whole, has
+    no AdamW state, or does not fit the model; StorageError if writing fails.
+    """
+    if not is_foreign(source):
+        raise CheckpointError(f"{source} is no checkpoint of DeepSpeed or torch (DCP): {layout.looks_like(source)}")
+    state = open_foreign(source)
+    checkpoints = run / layout.CHECKPOINTS
+    if there := layout.checkpoint_folders(checkpoints):
+        raise CheckpointError(f"{run} has checkpoints already ({there[-1].name}); give a run folder without")
+    if state.step is None or state.optimizer_steps is None:
+        raise CheckpointError(
+            f"{state.path} holds no optimizer state, so training cannot go on from it; consolidate it, and start from "
+            "the model that gives"
+        )
+    with ForeignSource(state) as opened:
+        plan = _plan(opened, base, say)
+        step, config = state.step, dict(base.transformer_config)
+        scale = {} if state.loss_scale is None else {"loss_scale": state.loss_scale, "loss_scale_good_steps": 0}
+        contents = Contents(
+            step=step,
+            run_state={
+                "step": step,
+                "epoch": 0,
+                "samples_seen": state.samples_seen,
+                "identity": {"model_fingerprint": base.fingerprint},
+                "engine": {"optimizer_steps": state.optimizer_steps, **scale},
+            },
+            settings={"imported": {"path": str(state.path.absolute()), "format": state.format}},
+            model=ModelReference(
+                path=str(base.path), fingerprint=base.fingerprint, config=config, frozen=plan.frozen, lora=None
+            ),
+            engine=state.format,
+        )
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        ranks = Coordinator(None)
+        save = plan_save(checkpoints, contents, lambda: _ranges(opened, plan), ranks)
+        count = _Counter(save.size, progress)
+        written = write_save(save, _data(opened, plan, count), ranks)
+    say(f"the order of samples and the learning rate of step {step} are those of the recipe you go on with")
+    return written
+
+
+def _plan(source: ForeignSource, base: BaseModel, say: Callable[[str], None]) -> _Plan:
+    """Match names and shapes, and make sure that frozen parameters are the base model's. Raises CheckpointError."""
+    state, expected = source.state, base.shards["transformer"].tensors
+    for note in state.notes:
+        say(f"note: {note}")
+    renaming = resolve([*source.names(), *state.tied], expected.keys())
+    for note in renaming.notes:
+        say(note)
+    found = {name: state.tied.get(was, was) for was, name in renaming.names.items()}
+    for name, was in found.items():
+        if source.shape(was) != tuple(expected[name].shape):
+            raise CheckpointError(
+                f"{source.path}: {was} has shape {list(source.shape(was))}, but {name} {list(expected[name].shape)} in "
+                f"{base.path}"
+            )
+    kinds = set(source.kinds()) - {PARAM}
+    if kinds != set(MOMENTS):
+        raise CheckpointError(
+            f"{source.path} holds the moments {', '.join(sorted(kinds)) or 'of no optimizer'}; AdamW has "
+            f"{' and '.join(MOMENTS)}, and training goes on with it alone"
+        )
+    moved = {name for kind, name in state.tensors if kind in MOMENTS}
+    trained = {n: was for n, was in found.items() if was in moved or source.tensor(was).role == "trained"}
+    if lost := sorted(moved - set(trained.values())):
+        raise CheckpointError(f"{source.path} trained {', '.join(lost[:5])}, which {base.path} does not have")
+    for was in trained.values():
+        if source.dtype(was) not in FLOATS:
+            raise CheckpointError(f"{source.path}: {was} is stored as {source.dtype(was)}, which cannot be trained")
+    if still := [name for name, was in trained.items() if was not in moved]:
+        say(f"{len(still)} parameters never had a gradient and get moments of zero: {', '.join(still[:5])}")
+    frozen = tuple(name for name in expected if name not in trained)
+    files = OpenFiles()
+    try:
+        for name in frozen:
+            if name in found:
+                _compare_frozen(source, found[name], name, expected[name], files)
+    finally:
+        files.close()
+    if absent := [name for name in frozen if name not in found]:
+        say(f"{len(absent)} parameters are not in {source.path} and are those of {base.path}: {', '.join(absent[:5])}")
+    return _Plan(trained, frozen)
+
+
+def _compare_frozen(source: ForeignSource, was: str, name: str, tensor: BaseTensor, files: OpenFiles) -> None:
+    """Beginning, middle and end must be what the base model has, as far as the stored type can tell."""
+    count, stored = prod(tensor.shape), source.dtype(was)
+    take = min(count, _SAMPLE)
+    item = ITEM_SIZE[tensor.dtype]
+    for start in {0, (count - take) // 2, count - take}:
+        theirs = source.read_bytes(was, start, take)
+        ours = np.empty(take * item, dtype=np.uint8)
+        try:
+            files.read_into(tensor.path, tensor.offset + start * item, ours.data)
+        except OSError as error:
+            raise ModelFolderError(f"cannot read {tensor.path}: {error.strerror}") from None
+        if ITEM_SIZE[stored] < item:
+            ours = convert(ours, tensor.dtype, stored)
+        elif stored != tensor.dtype:
+            theirs = convert(theirs, stored, tensor.dtype)
+        if not np.array_equal(ours, theirs):
+            raise CheckpointError(
+                f"{source.path}: {was} did not train, but is not what {name} is in {tensor.path}: another base model "
+                "was trained from"
+            )
+
+
+def _pieces(plan: _Plan, source: ForeignSource) -> Iterator[tuple[str, str, str, int, int]]:
+    """Kind, name, name in the source, start and length of every range, in the order of writing."""
+    for name, was in plan.trained.items():
+        count = prod(source.shape(was))
+        for kind in (PARAM, *MOMENTS):
+            for start in range(0, count, _RANGE):
+                yield kind, name, was, start, min(_RANGE, count - start)
+
+
+def _ranges(source: ForeignSource, plan: _Plan) -> Iterator[FlatRange]:
+    """The layout alone: values without memory."""
+    for kind, name, was, start, length in _pieces(plan, source):
+        values = torch.empty(length, dtype=torch.float32, device="meta")
+        yield FlatRange(name, kind, source.shape(was), start, values)
+
+
+def _data(source: ForeignSource, plan: _Plan, count: _Counter) -> Iterator[Iterable[memoryview]]:
+    for kind, _, was, start, length in _pieces(plan, source):
+        yield _windows(source, kind, was, start, length, count)
+    source.finish()
+
+
+def _windows(
+    source: ForeignSource, kind: str, was: str, start: int, length: int, count: _Counter
+) -> Iterator[memoryview]:
+    if (kind, was) not in source.state.tensors:
+        for done in range(0, length, _WINDOW // 4):
+            yield count.passed(np.zeros(min(_WINDOW // 4, length - done) * 4, dtype=np.uint8))
+        return
+    stored = source.dtype(was, kind)
+    for window in source.stream(was, start, length, kind, window=_WINDOW):
+        yield count.passed(to_float32(window, stored).view(np.uint8))
+
+
+class _Counter:
+    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+
+    def passed(self, data: Bytes) -> memoryview:
+        """Count bytes that are about to be written."""
+        self._done += len(data)
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return data.data

@@ -1,0 +1,86 @@
+"""A run begun with raw DeepSpeed or raw FSDP2 goes on here, under another engine, as if it had not been moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qwen_edit_zero.checkpoints.importing import import_checkpoint
+from qwen_edit_zero.checkpoints.reader import CheckpointReader
+from qwen_edit_zero.engines.factory import make_engine
+from qwen_edit_zero.errors import CheckpointError
+from tests.checkpoints import foreign_runs
+from tests.engines import harness, problem
+from tests.ranks import run_ranks
+
+STEPS, MORE = 3, 4
+
+
+def _go_on(rank: int, world: int, kind: str, checkpoint: Path) -> list[float]:
+    """Resume under an engine of this package; this rank's share of the next losses."""
+    engine = make_engine(harness.engine_settings(kind), device=torch.device("cpu"))
+    weights = problem.weights_of(foreign_runs.make_model(frozen=True))
+    module = problem.make_engine_model(engine, frozen=True)
+    with engine.init_context():
+        module.gain = torch.nn.Parameter(torch.empty(1))
+    engine.setup(module, optimizer=problem.OPTIMIZER, weights=harness.MemorySource.of_weights(weights))
+    with CheckpointReader(checkpoint) as reader:
+        engine.load_state(reader, reader.run_state["engine"])
+    losses, _ = problem.train_with(engine, micro=2, steps=range(STEPS, STEPS + MORE))
+    engine.close()
+    return losses
+
+
+def _imported(source: Path, tmp_path: Path, said: list[str]) -> Path:
+    base = foreign_runs.base_of(foreign_runs.make_model(frozen=True), tmp_path / "base")
+    return import_checkpoint(source, tmp_path / "run", base=base, say=said.append)
+
+
+def _check(uninterrupted: list[float], engine: str, checkpoint: Path) -> None:
+    shares = run_ranks(_go_on, 2, engine, checkpoint)
+    for found, expected in zip(map(sum, zip(*shares, strict=True)), uninterrupted, strict=True):
+        assert problem.relative(found, expected) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("stage", "world", "zero", "engine"),
+    [
+        pytest.param(1, 2, {}, "fsdp2", marks=pytest.mark.slow),
+        (2, 3, {"round_robin_gradients": True}, "zero3"),
+        (3, 2, {"sub_group_size": 3000, "stage3_param_persistence_threshold": 100}, "ddp"),
+    ],
+)
+def test_deepspeed_runs_go_on(stage: int, world: int, zero: dict[str, Any], engine: str, tmp_path: Path) -> None:
+    source = tmp_path / "ds"
+    losses = run_ranks(foreign_runs.train_deepspeed, world, source, stage, STEPS, MORE, zero)[0]
+    said: list[str] = []
+    checkpoint = _imported(source, tmp_path, said)
+    assert checkpoint == tmp_path / "run" / "checkpoints" / "step-00000003"
+    with CheckpointReader(checkpoint) as reader:
+        assert reader.run_state["engine"]["optimizer_steps"] == STEPS
+        assert reader.manifest.engine.startswith("DeepSpeed ")
+        assert "transformer.img_in.weight" in reader.manifest.model.frozen
+    _check(losses, engine, checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("style", "engine"),
+    [("torchtitan", "zero2"), pytest.param("lightning", "ddp", marks=pytest.mark.slow), ("accelerate", "zero1")],
+)
+def test_fsdp2_runs_go_on(style: str, engine: str, tmp_path: Path) -> None:
+    source = tmp_path / "dcp"
+    losses = run_ranks(foreign_runs.train_fsdp2, 2, source, style, STEPS, MORE)[0]
+    said: list[str] = []
+    checkpoint = _imported(source, tmp_path, said)
+    assert any("never had a gradient and get moments of zero: " in line for line in said)
+    _check(losses, engine, checkpoint)
+
+
+def test_numbered_optimizer_state_with_frozen_parameters_is_refused(tmp_path: Path) -> None:
+    run_ranks(foreign_runs.train_fsdp2, 2, tmp_path / "dcp", "numbered", 1, 0)
+    with pytest.raises(CheckpointError, match="numbers 76 parameters without naming them"):
+        _imported(tmp_path / "dcp", tmp_path, [])
+    assert not (tmp_path / "run").exists()
