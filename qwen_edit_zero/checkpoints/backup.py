@@ -5,13 +5,59 @@ from __future__ import annotations
 import errno
 import shutil
 from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
 
 from qwen_edit_zero.checkpoints import layout
-from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES, ChecksummedFile, checksum_of, sync_folder, write_file
+from qwen_edit_zero.checkpoints.disk import (
+    CHUNK_BYTES,
+    ChecksummedFile,
+    advice,
+    bytes_text,
+    checksum_of,
+    sync_folder,
+    write_file,
+)
 from qwen_edit_zero.checkpoints.manifest import ManifestHead, load_head
 from qwen_edit_zero.checkpoints.placement import clean_leftovers, put_in_place
 from qwen_edit_zero.checkpoints.validity import check_checkpoint
 from qwen_edit_zero.errors import CheckpointError, StorageError
+
+
+class BackupPlace(Protocol):
+    """Where verified copies of checkpoints go."""
+
+    name: str
+
+    def copy(self, checkpoint: Path) -> str:
+        """Copy one checkpoint, unless the same save is there already; returns where to. Raises StorageError."""
+        ...
+
+
+class FolderBackup:
+    """A folder of this machine's file system."""
+
+    def __init__(self, path: Path) -> None:
+        self.name, self._path = str(path), path
+
+    def copy(self, checkpoint: Path) -> str:
+        """See `backup_checkpoint`."""
+        return str(backup_checkpoint(checkpoint, self._path))
+
+
+def open_backup(destination: str) -> BackupPlace:
+    """The place meant by `checkpoint.backup`: a folder, `file://...`, or any URL that fsspec knows.
+
+    Raises SettingsError if it is a URL of an unknown kind or if the package for it is not installed.
+    """
+    if "://" not in destination:
+        return FolderBackup(Path(destination).expanduser().absolute())
+    parts = urlsplit(destination)
+    if parts.scheme == "file":
+        return FolderBackup(Path(unquote(parts.path)))
+    from qwen_edit_zero.checkpoints.remote import RemoteBackup
+
+    return RemoteBackup(destination)
 
 
 def backup_checkpoint(checkpoint: Path, destination: Path) -> Path:
@@ -29,6 +75,7 @@ def backup_checkpoint(checkpoint: Path, destination: Path) -> Path:
     try:
         destination.mkdir(parents=True, exist_ok=True)
         clean_leftovers(destination)
+        _check_space(destination, manifest.size)
         partial.mkdir()
         for record in manifest.files:
             _copy(checkpoint / record.name, partial / record.name, record.xxh3_64)
@@ -37,12 +84,18 @@ def backup_checkpoint(checkpoint: Path, destination: Path) -> Path:
         put_in_place(partial, final, manifest.step)
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
-        why = f"{error.strerror} ({error.filename})"
+        why = f"{error.strerror} ({error.filename}){advice(error)}"
         raise StorageError(f"copying {checkpoint} to {destination} failed: {why}") from error
     except StorageError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
+
+
+def _check_space(destination: Path, size: int) -> None:
+    free = shutil.disk_usage(destination)
+    if free.total and free.free < size:
+        raise StorageError(f"the copy needs {bytes_text(size)}, and {destination} has {bytes_text(free.free)} free")
 
 
 def _same_save(path: Path, manifest: ManifestHead) -> bool:

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from qwen_edit_zero.errors import CheckpointError, QwenEditError, StorageError
+from qwen_edit_zero.checkpoints.disk import advice
+from qwen_edit_zero.errors import CheckpointError, QwenEditError, RunError, StorageError
 
 T = TypeVar("T")
 _SHOWN = 3  # failures told in full in one message
@@ -39,8 +40,8 @@ class Coordinator:
     def together(self, doing: str) -> Iterator[None]:
         """Run the block, then learn how it went elsewhere: if it raised on any rank, it raises on all.
 
-        Every rank raises the same StorageError (CheckpointError if that is what the ranks raised) with the same
-        message, which names the ranks and hosts that failed.
+        Every rank raises the same error with the same message, which names the ranks and hosts that failed:
+        StorageError if it was storage everywhere (an OSError), CheckpointError if it was that, RunError for the rest.
         """
         failure: tuple[str, str] | None = None
         cause: Exception | None = None
@@ -48,21 +49,30 @@ class Coordinator:
             yield
         except Exception as error:
             cause = error
-            kind = "checkpoint" if isinstance(error, CheckpointError) else "storage"
-            failure = (kind, f"rank {self.rank} on {socket.gethostname()}: {_words(error)}")
+            failure = (_kind(error), f"rank {self.rank} on {socket.gethostname()}: {_words(error)}")
         failures = [f for f in self.gather(failure) if f is not None]
         if not failures:
             return
         said = "; ".join(text for _, text in failures[:_SHOWN])
         if len(failures) > _SHOWN:
             said += f"; and {len(failures) - _SHOWN} more ranks"
-        only_checkpoint = all(kind == "checkpoint" for kind, _ in failures)
-        raise (CheckpointError if only_checkpoint else StorageError)(f"{doing} failed: {said}") from cause
+        kinds = {kind for kind, _ in failures}
+        raise _RAISED[kinds.pop() if len(kinds) == 1 else "other"](f"{doing} failed: {said}") from cause
+
+
+_RAISED: dict[str, type[QwenEditError]] = {"checkpoint": CheckpointError, "storage": StorageError, "other": RunError}
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, CheckpointError):
+        return "checkpoint"
+    return "storage" if isinstance(error, StorageError | OSError) else "other"
 
 
 def _words(error: Exception) -> str:
     if isinstance(error, QwenEditError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}{advice(error)}"
     return f"{type(error).__name__}: {error}"

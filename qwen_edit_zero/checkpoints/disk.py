@@ -137,6 +137,23 @@ def checksum_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+_ADVICE = {
+    errno.ENOSPC: "free some space or keep fewer checkpoints",
+    errno.EDQUOT: "free some of your quota, have it raised, or keep fewer checkpoints",
+    errno.EFBIG: "see `ulimit -f` and the file system's limit on file sizes",
+    errno.EROFS: "the file system is read-only now, which some become after a disk error; see `dmesg` and `mount`",
+    errno.EIO: "the disk or the network file system has failed; see `dmesg`",
+    errno.ESTALE: "the network file system lost this folder; see whether it is still mounted",
+    errno.ENOTCONN: "the file system is not mounted any more",
+}
+
+
+def advice(error: OSError) -> str:
+    """What to do about a failed write, beginning with `; `, if its kind says something; else an empty string."""
+    text = _ADVICE.get(error.errno or 0)
+    return f"; {text}" if text else ""
+
+
 def bytes_text(count: float) -> str:
     """A size for people: `3.4 GB`."""
     for unit in ("bytes", "kB", "MB", "GB"):

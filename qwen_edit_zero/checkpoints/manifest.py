@@ -106,6 +106,7 @@ class ManifestHead(_Record):
     samples_seen: Count | None
     engine: str
     world_size: Annotated[int, Field(gt=0)]
+    metrics: dict[str, float] = Field(default_factory=dict)  # of the state saved; lower is better
     settings: dict[str, Any]
     model: ModelReference
     files: tuple[FileRecord, ...]

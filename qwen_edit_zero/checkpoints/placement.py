@@ -4,12 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import sync_folder
 
+_changing = threading.RLock()  # a backup's thread may delete while another save begins
+P = ParamSpec("P")
+T = TypeVar("T")
 
+
+def _alone(function: Callable[P, T]) -> Callable[P, T]:
+    @wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _changing:
+            return function(*args, **kwargs)
+
+    return locked
+
+
+@_alone
 def put_in_place(partial: Path, final: Path, step: int) -> None:
     """Give a finished folder its name; one of the same step that is there already is set aside first, deleted after.
 
@@ -26,6 +44,7 @@ def put_in_place(partial: Path, final: Path, step: int) -> None:
         sync_folder(final.parent)
 
 
+@_alone
 def delete_checkpoint(path: Path) -> None:
     """Delete a checkpoint folder, or, if it also holds files of somebody else, only the checkpoint's own files.
 
@@ -60,6 +79,7 @@ def _show(path: Path) -> None:
             return
 
 
+@_alone
 def clean_leftovers(folder: Path) -> None:
     """Remove what runs that died left behind; give a checkpoint set aside for its replacement its name back.
 

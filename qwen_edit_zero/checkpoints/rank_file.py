@@ -74,35 +74,53 @@ def plan_rank_file(make_ranges: RangeMaker, metadata: dict[str, str]) -> RankPla
     return RankPlan(header, tuple(placed), position)
 
 
-def write_rank_file(path: Path, plan: RankPlan, make_ranges: RangeMaker) -> tuple[FileRecord, list[str]]:
-    """Stream the ranges, a chunk in memory at a time. Returns the file's record and each range's checksum.
+def stream_ranges(plan: RankPlan, make_ranges: RangeMaker) -> Iterator[Iterator[memoryview]]:
+    """The bytes of each planned range in order, in chunks; only one chunk is in memory at a time."""
+    for _, item in expect_ranges(plan, make_ranges):
+        yield _chunks(item.values)
 
-    Raises OSError naming the file.
+
+def write_rank_file(path: Path, plan: RankPlan, data: Iterable[Iterable[memoryview]]) -> tuple[FileRecord, list[str]]:
+    """Write the file of a plan, `data` being the bytes of each range in order, in chunks.
+
+    Returns the file's record and each range's checksum. Raises OSError naming the file.
     """
     checksums = []
     with ChecksummedFile(path) as file:
         file.write(plan.header)
-        ranges = iter(make_ranges())
-        for planned in plan.ranges:
-            item = next(ranges, None)
-            assert item is not None, "the ranges changed between planning and writing"
-            same = (item.name, item.kind, item.start, item.values.numel(), DTYPE_NAMES[item.values.dtype])
-            assert same == (planned.name, planned.kind, planned.start, planned.length, planned.dtype), (
-                f"the ranges changed between planning and writing: {planned.entry} became {same}"
-            )
+        for chunks in data:
             digest = xxhash.xxh3_64()
-            for chunk in _chunks(item.values):
+            for chunk in chunks:
                 digest.update(chunk)
                 file.write(chunk)
             checksums.append(digest.hexdigest())
-        assert next(ranges, None) is None, "the ranges changed between planning and writing"
-    assert file.size == plan.size
+    assert (file.size, len(checksums)) == (plan.size, len(plan.ranges))
     return FileRecord(name=path.name, size=file.size, xxh3_64=file.checksum), checksums
 
 
-def _chunks(values: torch.Tensor) -> Iterator[memoryview]:
+def expect_ranges(plan: RankPlan, make_ranges: RangeMaker) -> Iterator[tuple[PlannedRange, FlatRange]]:
+    """The ranges again, each beside its plan, which it must still fit."""
+    changed = "the ranges changed between planning and writing"
+    ranges = iter(make_ranges())
+    for planned in plan.ranges:
+        item = next(ranges, None)
+        assert item is not None, changed
+        same = (item.name, item.kind, item.start, item.values.numel(), DTYPE_NAMES[item.values.dtype])
+        assert same == (planned.name, planned.kind, planned.start, planned.length, planned.dtype), (
+            f"{changed}: {planned.entry} became {same}"
+        )
+        yield planned, item
+    assert next(ranges, None) is None, changed
+
+
+def byte_parts(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A 1-D tensor as uint8 tensors on its own device, each of at most CHUNK_BYTES; views where its memory allows."""
     values = values.detach()
     step = max(1, CHUNK_BYTES // values.element_size())
     for begin in range(0, values.numel(), step):
-        part = values[begin : begin + step].to("cpu").contiguous()
-        yield part.view(torch.uint8).numpy().data
+        yield values[begin : begin + step].contiguous().view(torch.uint8)
+
+
+def _chunks(values: torch.Tensor) -> Iterator[memoryview]:
+    for part in byte_parts(values):
+        yield part.to("cpu").numpy().data

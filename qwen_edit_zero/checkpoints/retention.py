@@ -2,29 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from qwen_edit_zero.checkpoints import layout
+from qwen_edit_zero.checkpoints.in_use import is_being_read
+from qwen_edit_zero.checkpoints.manifest import load_head
 from qwen_edit_zero.checkpoints.placement import delete_checkpoint
 from qwen_edit_zero.checkpoints.validity import is_valid
+from qwen_edit_zero.errors import CheckpointError
 
 
-def prune(folder: Path, keep: int, *, protect: Path | None = None) -> list[Path]:
-    """Delete all but the newest `keep` valid checkpoints (and `protect`); returns those that are gone.
+@dataclass(frozen=True)
+class Retention:
+    """The newest `keep` checkpoints stay, and those whose step is a multiple of `every`, and the `best` best ones.
+
+    Attributes:
+        keep: None: all stay.
+        every: optimizer steps; None: age alone counts.
+        best: how many of the lowest in `metric` stay; a checkpoint without that metric is none of them.
+        metric: a key of the manifest's `metrics`.
+    """
+
+    keep: int | None = None
+    every: int | None = None
+    best: int = 0
+    metric: str = "loss"
+
+    def __post_init__(self) -> None:
+        assert self.keep is None or self.keep >= 1, "a run without any checkpoint cannot be resumed"
+
+
+def prune(folder: Path, retention: Retention, *, protect: Collection[Path] = ()) -> list[Path]:
+    """Delete the checkpoints that need not stay (never `protect`, which count as the newest); returns those gone.
 
     Only valid ones are counted, and only valid ones are deleted: a damaged folder neither pushes out a good one nor
-    disappears before somebody has looked at it. Symbolic links and folders of other names are left alone.
+    disappears before somebody has looked at it. Nor does one that is being read, on this node or (where the file
+    system knows locks) on another: it goes at a later call. Symbolic links and folders of other names are left alone.
     Raises OSError.
     """
-    assert keep >= 1, "a run without any checkpoint cannot be resumed"
-    kept = 0 if protect is None else 1
+    if retention.keep is None:
+        return []
+    newest_first = [path for path in reversed(layout.checkpoint_folders(folder)) if path not in protect]
+    staying = set(protect)
+    for path in newest_first:
+        if len(staying) >= retention.keep:
+            break
+        if is_valid(path):
+            staying.add(path)
+    if retention.best:
+        staying |= set(_best([*newest_first, *protect], retention))
     gone = []
-    for path in reversed(layout.checkpoint_folders(folder)):
-        if path == protect or not is_valid(path):
+    for path in newest_first:
+        step = layout.step_of(path)
+        for_ever = retention.every is not None and step is not None and step % retention.every == 0
+        if path in staying or for_ever or path.is_symlink() or not is_valid(path) or is_being_read(path):
             continue
-        if kept < keep:
-            kept += 1
-        elif not path.is_symlink():
-            delete_checkpoint(path)
-            gone.append(path)
+        delete_checkpoint(path)
+        gone.append(path)
     return gone
+
+
+def _best(paths: list[Path], retention: Retention) -> Iterator[Path]:
+    """The best valid ones by the metric; of equal ones the later."""
+    ranked: list[tuple[float, int, Path]] = []
+    for path in paths:
+        with contextlib.suppress(CheckpointError):
+            head = load_head(path)
+            if retention.metric in head.metrics:
+                ranked.append((head.metrics[retention.metric], -head.step, path))
+    count = 0
+    for *_, path in sorted(ranked):
+        if count == retention.best:
+            return
+        if is_valid(path):
+            count += 1
+            yield path

@@ -1,4 +1,8 @@
-"""Writing a checkpoint, all ranks together: whole, or not there."""
+"""Writing a checkpoint, all ranks together: whole, or not there.
+
+`plan_save` agrees on what is to be written, `write_save` writes it. The second needs no tensor of the engine but
+through the bytes it is given, so that it may run in a thread, with a process group of its own, while training goes on.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,81 @@ import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qwen_edit_zero import __version__
 from qwen_edit_zero.checkpoints import layout
-from qwen_edit_zero.checkpoints.backup import backup_checkpoint
 from qwen_edit_zero.checkpoints.coordination import Coordinator
 from qwen_edit_zero.checkpoints.disk import bytes_text, sync_folder, wait_for, write_file
 from qwen_edit_zero.checkpoints.manifest import FileRecord, Json, Manifest, ModelReference, dump_manifest
 from qwen_edit_zero.checkpoints.placement import clean_leftovers, put_in_place
-from qwen_edit_zero.checkpoints.rank_file import RangeMaker, RankPlan, plan_rank_file, save_metadata, write_rank_file
-from qwen_edit_zero.checkpoints.retention import prune
+from qwen_edit_zero.checkpoints.rank_file import (
+    RangeMaker,
+    RankPlan,
+    plan_rank_file,
+    save_metadata,
+    stream_ranges,
+    write_rank_file,
+)
+from qwen_edit_zero.checkpoints.retention import Retention, prune
 from qwen_edit_zero.checkpoints.sidecar import merge_sidecars, write_sidecar
 from qwen_edit_zero.errors import QwenEditError, StorageError
 from qwen_edit_zero.flat_state import FlatRange
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+Data = Iterable[Iterable[memoryview]]  # the bytes of each range, in chunks
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint says beside the tensors; equal on all ranks.
+
+    Attributes:
+        step: optimizer steps done.
+        run_state: JSON values without NaN; `samples_seen` is also put into the manifest.
+        settings: the run's settings as JSON values.
+        model: what was trained from.
+        engine: name of the engine, for information.
+        metrics: what is known of this state, lower being better; `Retention.best` may go by it.
+    """
+
+    step: int
+    run_state: Mapping[str, Json]
+    settings: Mapping[str, Json]
+    model: ModelReference
+    engine: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlannedSave:
+    """A save on which all ranks agree; `plan` is this rank's share, `size` the bytes of all ranks together."""
+
+    folder: Path
+    contents: Contents
+    state_text: bytes
+    save_id: str
+    plan: RankPlan
+    size: int
+
+    @property
+    def final(self) -> Path:
+        """Where the checkpoint will be."""
+        return self.folder / layout.checkpoint_name(self.contents.step)
+
+    @property
+    def partial(self) -> Path:
+        """Where it grows."""
+        return layout.partial_folder(self.folder, self.contents.step)
+
+    @property
+    def doing(self) -> str:
+        """For messages."""
+        return f"writing {self.final}"
 
 
 def save_checkpoint(
@@ -36,8 +97,8 @@ def save_checkpoint(
     settings: Mapping[str, Json],
     model: ModelReference,
     engine: str,
-    keep: int | None = None,
-    backup: Path | None = None,
+    metrics: Mapping[str, float] | None = None,
+    retention: Retention | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write `folder/step-XXXXXXXX`. Collective over torch.distributed if it is started, else single-process.
@@ -48,72 +109,31 @@ def save_checkpoint(
 
     Args:
         folder: the run's `checkpoints` folder, on a file system that all ranks see; made if missing.
-        step: optimizer steps done.
+        step, run_state, settings, model, engine, metrics: see `Contents`.
         ranges: what this rank owns. Give a function (`engine.local_state`): it is called twice, once for the layout
             and once to stream, so that only one chunk is in memory. An iterable is kept as a list. It must involve
             no other rank.
-        run_state: JSON values without NaN, equal on all ranks; `samples_seen` is also put into the manifest.
-        settings: the run's settings as JSON values.
-        model: what was trained from.
-        engine: name of the engine, for information.
-        keep: afterwards, delete all but the newest `keep` valid checkpoints, never the one just written. None: all
-            stay.
-        backup: a folder that then gets a verified copy.
+        retention: which others may stay afterwards; None: all.
         group: the ranks that take part; None: all.
 
     Returns: the checkpoint's folder, the same on every rank.
 
     Raises: the same error on every rank. StorageError: disk full, folder read-only or not shared by the nodes;
         nothing that counts as a checkpoint is left of this one, and earlier ones are untouched. CheckpointError:
-        the ranges leave out or repeat an element.
+        the ranges leave out or repeat an element. RunError: anything else that went wrong on a rank.
     """
     ranks = Coordinator(group)
     make_ranges = _range_maker(ranges)
-    final, partial = folder / layout.checkpoint_name(step), layout.partial_folder(folder, step)
-    doing = f"writing {final}"
-    told = ranks.gather((step, uuid.uuid4().hex))
-    assert {t[0] for t in told} == {step}, f"ranks save different steps: {sorted({t[0] for t in told})}"
-    save_id = told[0][1]
-    with ranks.together(doing):
-        state_text = json.dumps(dict(run_state), indent=1, ensure_ascii=False, allow_nan=False).encode()
-        plan = plan_rank_file(make_ranges, save_metadata(save_id, ranks.rank, ranks.world_size, step))
-    size = sum(ranks.gather(plan.size))
-    try:
-        with ranks.together(doing):
-            if ranks.rank == 0:
-                _open_partial(folder, partial, final, save_id, size)
-        with ranks.together(doing):
-            _write_share(partial, plan, make_ranges, save_id, ranks)
-        with ranks.together(doing):
-            if ranks.rank == 0:
-                files, tensors = merge_sidecars(partial, save_id, ranks.world_size)
-                state = write_file(partial / layout.RUN_STATE, state_text)
-                files.append(FileRecord(name=layout.RUN_STATE, size=state.size, xxh3_64=state.checksum))
-                manifest = Manifest(
-                    save_id=save_id,
-                    created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                    package_version=__version__,
-                    step=step,
-                    samples_seen=run_state.get("samples_seen"),
-                    engine=engine,
-                    world_size=ranks.world_size,
-                    settings=dict(settings),
-                    model=model,
-                    files=tuple(files),
-                    tensors=tuple(tensors),
-                )
-                _commit(partial, final, manifest)
-    except QwenEditError:
+    contents = Contents(step, run_state, settings, model, engine, metrics or {})
+    with ranks.together(f"writing {folder}"):
         if ranks.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if keep is not None or backup is not None:
-        with ranks.together(f"{final} is whole, but looking after it"):
+            folder.mkdir(parents=True, exist_ok=True)
+    save = plan_save(folder, contents, make_ranges, ranks)
+    final = write_save(save, stream_ranges(save.plan, make_ranges), ranks)
+    if retention is not None:
+        with ranks.together(f"{final} is whole, but deleting older ones"):
             if ranks.rank == 0:
-                if backup is not None:
-                    backup_checkpoint(final, backup)
-                if keep is not None:
-                    prune(folder, keep, protect=final)
+                prune(folder, retention, protect={final})
     return final
 
 
@@ -124,38 +144,99 @@ def _range_maker(ranges: Callable[[], Iterable[FlatRange]] | Iterable[FlatRange]
     return lambda: kept
 
 
-def _open_partial(folder: Path, partial: Path, final: Path, save_id: str, size: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+def plan_save(folder: Path, contents: Contents, make_ranges: RangeMaker, ranks: Coordinator) -> PlannedSave:
+    """Agree on a save; looks at names, shapes and dtypes of the ranges only. Collective."""
+    told = ranks.gather((contents.step, uuid.uuid4().hex))
+    assert {t[0] for t in told} == {contents.step}, f"ranks save different steps: {sorted({t[0] for t in told})}"
+    save_id = told[0][1]
+    with ranks.together(f"writing {folder / layout.checkpoint_name(contents.step)}"):
+        state_text = json.dumps(dict(contents.run_state), indent=1, ensure_ascii=False, allow_nan=False).encode()
+        plan = plan_rank_file(make_ranges, save_metadata(save_id, ranks.rank, ranks.world_size, contents.step))
+    size = sum(ranks.gather(plan.size))
+    return PlannedSave(folder, contents, state_text, save_id, plan, size)
+
+
+def write_save(save: PlannedSave, data: Data, ranks: Coordinator) -> Path:
+    """Write a planned save, `data` being the bytes of this rank's ranges. Collective; see `save_checkpoint`."""
+    partial = save.partial
+    try:
+        with ranks.together(save.doing):
+            if ranks.rank == 0:
+                _open_partial(save)
+        with ranks.together(save.doing):
+            _write_share(save, data, ranks)
+        with ranks.together(save.doing):
+            if ranks.rank == 0:
+                _publish(save, ranks.world_size)
+    except QwenEditError:
+        if ranks.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return save.final
+
+
+def _open_partial(save: PlannedSave) -> None:
+    folder, final = save.folder, save.final
+    if not folder.is_dir():
+        raise StorageError(
+            f"{folder} is no longer there: it was deleted or moved, or the file system it was on is not mounted any "
+            "more; earlier checkpoints are where it is now"
+        )
     clean_leftovers(folder)
     if final.exists() and not final.is_dir():
         raise StorageError(f"{final} is a file; move it away")
+    check_space(folder, save.size)
+    save.partial.mkdir()
+    write_file(save.partial / f".save-{save.save_id}", b"")
+    sync_folder(save.partial)
+
+
+def check_space(folder: Path, size: int) -> None:
+    """Raise StorageError if the file system of `folder` has less than `size` bytes free."""
     free = shutil.disk_usage(folder)
     if free.total and free.free < size:
         raise StorageError(
             f"the checkpoint needs {bytes_text(size)}, and {folder} has {bytes_text(free.free)} free; "
             "free some space or lower checkpoint.keep. Earlier checkpoints are untouched"
         )
-    partial.mkdir()
-    write_file(partial / f".save-{save_id}", b"")
-    sync_folder(partial)
 
 
-def _write_share(partial: Path, plan: RankPlan, make_ranges: RangeMaker, save_id: str, ranks: Coordinator) -> None:
+def _write_share(save: PlannedSave, data: Data, ranks: Coordinator) -> None:
+    partial = save.partial
     wait_for(
-        partial / f".save-{save_id}",
+        partial / f".save-{save.save_id}",
         f"{partial}, made by rank 0, is not visible here; run.dir must be on a file system that all nodes share",
     )
-    record, checksums = write_rank_file(partial / layout.rank_file(ranks.rank), plan, make_ranges)
-    write_sidecar(partial / layout.sidecar_file(ranks.rank), save_id, record, plan, checksums)
+    record, checksums = write_rank_file(partial / layout.rank_file(ranks.rank), save.plan, data)
+    write_sidecar(partial / layout.sidecar_file(ranks.rank), save.save_id, record, save.plan, checksums)
     sync_folder(partial)
 
 
-def _commit(partial: Path, final: Path, manifest: Manifest) -> None:
-    for rank in range(manifest.world_size):
+def _publish(save: PlannedSave, world_size: int) -> None:
+    """Check what the ranks wrote, write the manifest last, give the folder its name."""
+    partial, contents = save.partial, save.contents
+    files, tensors = merge_sidecars(partial, save.save_id, world_size)
+    state = write_file(partial / layout.RUN_STATE, save.state_text)
+    files.append(FileRecord(name=layout.RUN_STATE, size=state.size, xxh3_64=state.checksum))
+    manifest = Manifest(
+        save_id=save.save_id,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        package_version=__version__,
+        step=contents.step,
+        samples_seen=contents.run_state.get("samples_seen"),
+        engine=contents.engine,
+        world_size=world_size,
+        metrics=dict(contents.metrics),
+        settings=dict(contents.settings),
+        model=contents.model,
+        files=tuple(files),
+        tensors=tuple(tensors),
+    )
+    for rank in range(world_size):
         (partial / layout.sidecar_file(rank)).unlink()
-    (partial / f".save-{manifest.save_id}").unlink()
+    (partial / f".save-{save.save_id}").unlink()
     temporary = partial / (layout.MANIFEST + ".tmp")
     write_file(temporary, dump_manifest(manifest))
     temporary.rename(partial / layout.MANIFEST)
     sync_folder(partial)
-    put_in_place(partial, final, manifest.step)
+    put_in_place(partial, save.final, contents.step)

@@ -36,7 +36,7 @@ def start(identity: Identity, *, timeout_seconds: int, device: str = "auto") -> 
         torch.cuda.set_device(chosen)
     else:
         _share_cores(identity)
-        _choose_gloo_interface(identity)
+    _choose_gloo_interface(identity)  # beside NCCL too: checkpoints written in the background are agreed on over gloo
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": chosen} if chosen.type == "cuda" else {}
     try:

@@ -95,11 +95,16 @@ def _model(report: _Report) -> None:
 
 
 def _checkpoint(report: _Report) -> None:
-    if report.settings.checkpoint.asynchronous:
-        report.add(
-            f"{report.at('checkpoint.asynchronous')} is asked for, but this version writes checkpoints while training "
-            "waits; set it to false"
-        )
+    checkpoint = report.settings.checkpoint
+    if checkpoint.keep is None:
+        names = ("checkpoint.keep_every", "checkpoint.keep_best")
+        report.no_effect(names, f"{report.at('checkpoint.keep')} keeps all checkpoints anyway")
+    if checkpoint.keep_best is None:
+        why = f"{report.at('checkpoint.keep_best')} goes by no metric"
+        report.no_effect(("checkpoint.best_metric",), why)
+    if not checkpoint.asynchronous:
+        why = f"training waits for each checkpoint, as {report.at('checkpoint.asynchronous')} says"
+        report.no_effect(("checkpoint.when_busy",), why)
 
 
 def _flow(report: _Report) -> None:

@@ -133,8 +133,14 @@ class CheckpointSettings(Section):
 
     every: Positive | None = 500  # optimizer steps; None: only at the end
     keep: Positive | None = 3  # newest ones kept; None: all
-    asynchronous: bool = False  # write while training goes on
-    backup: str | None = None  # a second place that gets a verified copy
+    keep_every: Positive | None = None  # those of a multiple of this many steps stay for ever
+    keep_best: Positive | None = None  # how many of the best by best_metric stay as well
+    # what is lowest in the best; loss: mean since the last checkpoint; step_loss: of its own step
+    best_metric: Literal["loss", "step_loss"] = "loss"
+    asynchronous: bool = False  # write while training goes on, from a copy in host memory
+    when_busy: Literal["wait", "skip"] = "wait"  # if one is due while another is still being written
+    on_failure: Literal["stop", "warn"] = "stop"  # if one cannot be written; warn: train on, but the last one must be
+    backup: str | None = None  # a folder or fsspec URL that gets verified copies
 
 
 class SamplingSettings(Section):

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from qwen_edit_zero.checkpoints.manifest import LoraReference, ModelReference
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
-from qwen_edit_zero.checkpoints.writer import save_checkpoint
 from qwen_edit_zero.cluster import process_group
 from qwen_edit_zero.cluster.collectives import barrier
 from qwen_edit_zero.cluster.identity import Identity
@@ -26,17 +22,18 @@ from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.factory import make_engine
 from qwen_edit_zero.engines.precision import DTYPES
 from qwen_edit_zero.settings.load import LoadedSettings
-from qwen_edit_zero.settings.models import LoraSettings, Settings
+from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.settings.render import settings_yaml
 from qwen_edit_zero.training import resume as resuming
 from qwen_edit_zero.training import run_folder
 from qwen_edit_zero.training.conditioning import Conditioned, condition
 from qwen_edit_zero.training.hooks import MetricsHook, PeriodicHook
 from qwen_edit_zero.training.lr import lr_at
-from qwen_edit_zero.training.metrics import MetricsWriter, StepMetrics
+from qwen_edit_zero.training.metrics import MetricsWriter
 from qwen_edit_zero.training.progress import Progress
 from qwen_edit_zero.training.samples import SamplePictures
 from qwen_edit_zero.training.task import EditTask
+from qwen_edit_zero.training.saving import CheckpointHook, checkpoint_contents, lora_reference
 from qwen_edit_zero.training.trainer import Hook, Trainer
 
 
@@ -98,7 +95,7 @@ class _Run:
             data_fingerprint=dataset_fingerprint(data.samples, data.buckets),
             global_size=settings.batch.global_size,
             seed=settings.run.seed,
-            lora=_lora_reference(settings.model.lora).model_dump(mode="json") if settings.model.lora else None,
+            lora=lora_reference(settings.model.lora).model_dump(mode="json") if settings.model.lora else None,
             frozen=list(settings.model.freeze),
         )
         first, reader = 0, None
@@ -144,7 +141,8 @@ class _Run:
             weights=initial_source(self.folder, module, seed=settings.run.seed),
         )
         if reader is not None:
-            engine.load_state(reader, reader.run_state["engine"])
+            with reader:
+                engine.load_state(reader, reader.run_state["engine"])
             self.say(f"going on from {reader.path} (step {reader.step}, written by {reader.manifest.engine})")
         return engine
 
@@ -173,8 +171,15 @@ class _Run:
         samples_folder = self.path / run_folder.SAMPLES
         hooks: list[Hook] = [
             MetricsHook(progress, writer),
-            PeriodicHook(settings.checkpoint.every, self._saver(engine, identity), progress.say),
+            checkpoints,
             PeriodicHook(
+        checkpoints = CheckpointHook(
+            engine,
+            self.checkpoints,
+            settings.checkpoint,
+            checkpoint_contents(settings, self.folder, engine, identity),
+            progress.say,
+        )
                 settings.sampling.every, lambda m: pictures.draw(samples_folder / f"step-{m.step:08d}"), progress.say
             ),
         ]
@@ -205,43 +210,9 @@ class _Run:
             progress.close()
             if writer is not None:
                 writer.close()
+            checkpoints.finish()
 
-    def _saver(self, engine: ParallelEngine, identity: resuming.RunIdentity) -> Callable[[StepMetrics], Path]:
-        settings = self.settings
-        lora = settings.model.lora
-        model = ModelReference(
-            path=settings.model.path if settings.model.path == "tiny" else str(self.folder.path),
-            fingerprint=self.folder.fingerprint,
-            config=self.folder.transformer_config,
-            frozen=tuple(sorted(name for name, p in engine.module.named_parameters() if not p.requires_grad)),
-            lora=lora and _lora_reference(lora),
-        )
-
-        def save(metrics: StepMetrics) -> Path:
-            return save_checkpoint(
-                self.checkpoints,
-                step=metrics.step,
-                ranges=engine.local_state,
-                run_state=resuming.run_state(
-                    identity,
-                    step=metrics.step,
-                    epoch=metrics.epoch,
-                    samples_seen=metrics.samples_seen,
-                    engine=engine.scalars(),
-                ),
-                settings=settings.model_dump(mode="json"),
-                model=model,
-                engine=engine.name,
-                keep=settings.checkpoint.keep,
-                backup=None if settings.checkpoint.backup is None else Path(settings.checkpoint.backup),
-            )
-
-        return save
-
-
-def _lora_reference(lora: LoraSettings) -> LoraReference:
-    return LoraReference(rank=lora.rank, alpha=lora.alpha or lora.rank, targets=lora.targets)
-
+            checkpoints.close()
 
 def _total_steps(settings: Settings, steps_per_epoch: int) -> int:
     limits = [settings.run.max_steps, None if settings.run.epochs is None else settings.run.epochs * steps_per_epoch]

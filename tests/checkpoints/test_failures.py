@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from qwen_edit_zero.checkpoints.retention import Retention
 from qwen_edit_zero.checkpoints.validity import latest_checkpoint, verify_checkpoint
-from qwen_edit_zero.errors import QwenEditError, StorageError
+from qwen_edit_zero.errors import QwenEditError, RunError, StorageError
 from qwen_edit_zero.flat_state import FlatRange
 from tests.checkpoints.states import differing_bytes, made_up_state, owned_ranges, save
 from tests.ranks import run_ranks
@@ -111,7 +112,7 @@ def test_a_bug_while_streaming_leaves_nothing(tmp_path: Path) -> None:
         if calls == 2:
             raise RuntimeError("device lost")
 
-    with pytest.raises(StorageError, match="RuntimeError: device lost"):
+    with pytest.raises(RunError, match="RuntimeError: device lost"):
         save(tmp_path, 2, ranges=ranges)
     assert list(tmp_path.iterdir()) == []
 
@@ -158,7 +159,7 @@ def _save_and_die_at(event_number: int, folder: Path, step: int, state_step: int
         state = made_up_state(state_step)
         sys.addaudithook(hook)
         try:
-            save(folder, step, ranges=lambda: owned_ranges(state, 0, 1, 0), keep=1)
+            save(folder, step, ranges=lambda: owned_ranges(state, 0, 1, 0), retention=Retention(keep=1))
         finally:
             os._exit(0)
     return os.waitpid(child, 0)[1]
@@ -176,7 +177,7 @@ def _kill_everywhere(rank: int, world: int, folder: Path, step: int, state_step:
         assert verify_checkpoint(path) == ()
         is_new = differing_bytes(path, made_up_state(state_step)) == 0
         assert is_new or differing_bytes(path, made_up_state(1)) == 0
-        save(place, 3, keep=1)
+        save(place, 3, retention=Retention(keep=1))
         assert [p.name for p in place.iterdir()] == ["step-00000003"], f"killed at change {number}: leftovers"
         if status == 0:
             assert is_new
