@@ -92,6 +92,14 @@ def _parser() -> ArgumentParser:
         verb = checkpoint.add_parser(name, help=what, description=what)
         verb.add_argument("path", type=Path, help="a run, such as runs/demo, or one of its checkpoints")
         verb.set_defaults(verb=_checkpoint, action=name)
+    what = "bring a checkpoint of DeepSpeed or torch (DCP) into a run folder, moments included, to go on from it here"
+    verb = checkpoint.add_parser("import", help=what, description=what)
+    verb.add_argument("source", type=Path, metavar="SOURCE", help="the folder that DeepSpeed or torch wrote")
+    verb.add_argument("run", type=Path, metavar="RUN", help="run.dir/run.name of the run that is to go on")
+    verb.add_argument(
+        "--base", type=Path, required=True, metavar="MODEL", help="the model folder that was trained from"
+    )
+    verb.set_defaults(verb=_import)
     hostfile = verbs.add_parser("hostfile", help="check hostfiles").add_subparsers(required=True, metavar="VERB")
     verb = hostfile.add_parser("check", help="say in plain words what a hostfile means")
     verb.add_argument("file", type=Path, help="a hostfile such as hostfiles/8node")
@@ -190,6 +198,17 @@ def _checkpoint(parsed: Namespace) -> int:
         print(text)
         return 0 if is_sound else 2
     print(list_checkpoints(parsed.path) if parsed.action == "list" else show_checkpoint(parsed.path))
+    return 0
+
+
+def _import(parsed: Namespace) -> int:
+    from qwen_edit_zero.checkpoints.importing import import_checkpoint
+    from qwen_edit_zero.edit_model.folder import open_model_folder
+
+    with _bytes_bar() as progress:
+        base = open_model_folder(str(parsed.base))
+        written = import_checkpoint(parsed.source, parsed.run, base=base, progress=progress)
+    print(f"written: {written}")
     return 0
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import bytes_text
-from qwen_edit_zero.checkpoints.manifest import StoredTensor
+from qwen_edit_zero.checkpoints.foreign.describe import is_foreign_source, list_foreign, show_foreign, verify_foreign
+from qwen_edit_zero.checkpoints.manifest import Json, StoredTensor
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE, element_count
 from qwen_edit_zero.checkpoints.validity import Progress, check_checkpoint, find_checkpoint, verify_checkpoint
@@ -19,6 +21,8 @@ def list_checkpoints(source: Path) -> str:
     Raises CheckpointError if the path is neither.
     """
     folder = layout.holds_checkpoints(source) if source.is_dir() else None
+    if folder is None and is_foreign_source(source):
+        return list_foreign(source)
     if folder is None:
         raise layout.refuse_source(source)
     rows, reasons = [("step", "samples", "size", "engine", "ranks", "written (UTC)", "state")], []
@@ -43,6 +47,8 @@ def list_checkpoints(source: Path) -> str:
 
 def show_checkpoint(source: Path) -> str:
     """What a checkpoint holds: counters, model, tensors of each kind. Raises CheckpointError."""
+    if is_foreign_source(source):
+        return show_foreign(source)
     path = find_checkpoint(source).path
     assert path is not None
     with CheckpointReader(path) as reader:
@@ -68,18 +74,31 @@ def show_checkpoint(source: Path) -> str:
         count = sum(element_count(t.shape) for t in tensors)
         dtypes = "/".join(sorted({t.dtype for t in tensors}))
         lines.append(f"{kind:<15} {len(tensors)} tensors, {count:,} elements, {dtypes}, {bytes_text(_bytes(tensors))}")
-    lines += [f"run state       {key} = {value}" for key, value in state.items()]
+    lines += [f"run state       {name:<26} {value}" for name, value in _readable(state)]
     return "\n".join(lines)
 
 
 def verify_text(source: Path, progress: Progress | None = None) -> tuple[str, bool]:
     """Check every byte of a checkpoint; the findings, and whether it is sound. Raises CheckpointError."""
+    if is_foreign_source(source):
+        return verify_foreign(source, progress)
     found = find_checkpoint(source)
     assert found.path is not None
     faults = verify_checkpoint(found.path, progress=progress)
     if not faults:
         return f"{found.path} is sound: every byte is as it was written", True
     return "\n".join([f"{found.path} is not sound:", *(f"  {f.file}: {f.message}" for f in faults)]), False
+
+
+def _readable(values: Mapping[str, Json], before: str = "") -> Iterator[tuple[str, str]]:
+    """Nested values as lines: `engine.optimizer_steps` and `200`."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _readable(value, f"{before}{key}.")
+        elif isinstance(value, list):
+            yield f"{before}{key}", ", ".join(map(str, value)) or "none"
+        else:
+            yield f"{before}{key}", "none" if value is None else str(value)
 
 
 def _bytes(tensors: list[StoredTensor]) -> int:

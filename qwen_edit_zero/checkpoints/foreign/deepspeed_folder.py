@@ -44,7 +44,7 @@ def find_tag(path: Path) -> Path:
     """
     if holds_shards(path):
         return path
-    tags = sorted((p for p in path.iterdir() if holds_shards(p)), key=_age)
+    tags = sorted_tags(path)
     there = f"there are: {', '.join(p.name for p in tags)}" if tags else "there is no other tag"
     latest = path / LATEST
     if latest.is_file():
@@ -69,6 +69,11 @@ def _read_latest(latest: Path) -> str:
         raise CheckpointError(f"cannot read {latest}: {error.strerror}") from None
 
 
+def sorted_tags(path: Path) -> list[Path]:
+    """The folders of a folder that hold shards, oldest first."""
+    return sorted((p for p in path.iterdir() if holds_shards(p)), key=_age)
+
+
 def _age(tag: Path) -> tuple[int, str]:
     """Sorts tags by their last number: global_step9 before global_step10."""
     numbers = re.findall(r"\d+", tag.name)
@@ -78,7 +83,7 @@ def _age(tag: Path) -> tuple[int, str]:
 def other_tags(tag: Path) -> list[str]:
     """Names of the tags beside this one, oldest first."""
     try:
-        return [p.name for p in sorted(tag.parent.iterdir(), key=_age) if p != tag and holds_shards(p)]
+        return [p.name for p in sorted_tags(tag.parent) if p != tag]
     except OSError:
         return []
 

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -76,11 +76,22 @@ class BlockReader:
                 if stored.crc32 is not None:
                     self._seen.setdefault(stored, [])
 
+    @property
+    def bytes_to_compare(self) -> int:
+        """Size of all records that `finish` would compare."""
+        return sum(stored.size for stored in self._seen)
+
     def finish(self) -> None:
         """Compare every record of which something was read with its CRC-32; what was not read of it is read now.
 
         Raises CheckpointError naming the first damaged file.
         """
+        for _, fault in self.compare():
+            if fault is not None:
+                raise CheckpointError(f"{fault}. Use another checkpoint or a backup")
+
+    def compare(self) -> Iterator[tuple[StoredBytes, str | None]]:
+        """The same, telling of each record what is wrong with it, if something is."""
         for stored in list(self._seen):
             position, crc = 0, 0
             for begin, end, part in sorted(self._seen.pop(stored)):
@@ -94,11 +105,8 @@ class BlockReader:
                 position = end
             crc = self._continue(stored, position, stored.size, crc)
             self._seen.pop(stored, None)
-            if crc != stored.crc32:
-                raise CheckpointError(
-                    f"{stored.path} is damaged: the {stored.size} bytes at {stored.offset} do not match their CRC-32. "
-                    "Use another checkpoint or a backup"
-                )
+            fault = f"{stored.path} is damaged: the {stored.size} bytes at {stored.offset} do not match their CRC-32"
+            yield stored, None if crc == stored.crc32 else fault
 
     def close(self) -> None:
         """Close all files. Idempotent; a later read opens them again."""

@@ -166,6 +166,23 @@ class ForeignSource:
         """Compare all records that were read from with their checksums. Raises CheckpointError naming the file."""
         self._reader.finish()
 
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> tuple[str, ...]:
+        """Read every byte of every tensor and compare it with the files' checksums; all faults found.
+
+        Raises CheckpointError if a file cannot be described or read at all.
+        """
+        for tensor in self.state.tensors.values():
+            self._reader.revisit(block.stored for block in tensor.blocks)
+        done, total = 0, self._reader.bytes_to_compare
+        faults = []
+        for stored, fault in self._reader.compare():
+            done += stored.size
+            if fault is not None:
+                faults.append(fault)
+            if progress is not None:
+                progress(done, total)
+        return tuple(faults)
+
     def close(self) -> None:
         """Close the files. Idempotent; a later read opens them again."""
         self._reader.close()
