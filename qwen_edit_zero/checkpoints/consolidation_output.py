@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from qwen_edit_zero.checkpoints.precision import Bytes
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE, build_header
+from qwen_edit_zero.safetensors_file import ITEM_SIZE, build_header
 
 WEIGHTS = "diffusion_pytorch_model"
 PART = 16 * 2**20  # elements of a part: what one thread does at a time, and what is done again after an interruption

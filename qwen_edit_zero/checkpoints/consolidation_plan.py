@@ -23,9 +23,9 @@ from qwen_edit_zero.checkpoints.precision import (
     to_float32,
 )
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE
 from qwen_edit_zero.errors import CheckpointError, ModelFolderError
 from qwen_edit_zero.flat_state import PARAM
+from qwen_edit_zero.safetensors_file import ITEM_SIZE
 
 EMA = "ema"  # the kind of averaged weights
 _LORA_A, _LORA_B = ".lora_A.default.weight", ".lora_B.default.weight"

@@ -14,8 +14,8 @@ from pathlib import Path
 from qwen_edit_zero.checkpoints.consolidation_journal import Journal
 from qwen_edit_zero.checkpoints.consolidation_output import OutputFile, OutputTensor, Part
 from qwen_edit_zero.checkpoints.precision import OverflowingValue
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE
 from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.safetensors_file import ITEM_SIZE
 
 Progress = Callable[[int, int], None]  # bytes written, bytes in all
 

@@ -10,9 +10,9 @@ from qwen_edit_zero.checkpoints.disk import bytes_text
 from qwen_edit_zero.checkpoints.foreign.describe import is_foreign_source, list_foreign, show_foreign, verify_foreign
 from qwen_edit_zero.checkpoints.manifest import Json, StoredTensor
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE, element_count
 from qwen_edit_zero.checkpoints.validity import Progress, check_checkpoint, find_checkpoint, verify_checkpoint
 from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.safetensors_file import ITEM_SIZE, element_count
 
 
 def list_checkpoints(source: Path) -> str:

@@ -19,10 +19,10 @@ from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign, open_foreig
 from qwen_edit_zero.checkpoints.foreign.source import ForeignSource
 from qwen_edit_zero.checkpoints.manifest import ModelReference
 from qwen_edit_zero.checkpoints.precision import FLOATS, Bytes, convert, to_float32
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE
 from qwen_edit_zero.checkpoints.writer import Contents, plan_save, write_save
 from qwen_edit_zero.errors import CheckpointError, ModelFolderError
 from qwen_edit_zero.flat_state import PARAM, FlatRange
+from qwen_edit_zero.safetensors_file import ITEM_SIZE
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; the only optimizer there is here
 _RANGE = 16 * 2**20  # elements of a stored range

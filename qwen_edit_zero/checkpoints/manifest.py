@@ -19,8 +19,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qwen_edit_zero.checkpoints.layout import MANIFEST
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE, element_count
 from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.safetensors_file import ITEM_SIZE, element_count
 
 FORMAT_VERSION = 1
 

@@ -11,8 +11,8 @@ import xxhash
 
 from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES, ChecksummedFile
 from qwen_edit_zero.checkpoints.manifest import FileRecord
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE, build_header
 from qwen_edit_zero.flat_state import FlatRange
+from qwen_edit_zero.safetensors_file import ITEM_SIZE, build_header
 
 DTYPE_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",

@@ -11,8 +11,8 @@ from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import wait_for, write_file
 from qwen_edit_zero.checkpoints.manifest import FileRecord, StoredRange, StoredTensor, coverage_fault
 from qwen_edit_zero.checkpoints.rank_file import RankPlan
-from qwen_edit_zero.checkpoints.safetensors_file import element_count
 from qwen_edit_zero.errors import CheckpointError, StorageError
+from qwen_edit_zero.safetensors_file import element_count
 
 
 def write_sidecar(path: Path, save_id: str, record: FileRecord, plan: RankPlan, checksums: list[str]) -> None:

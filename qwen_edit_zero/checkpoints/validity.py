@@ -11,8 +11,8 @@ import xxhash
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES, checksum_of
 from qwen_edit_zero.checkpoints.manifest import ManifestHead, StoredRange, load_head, load_manifest
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE
 from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.safetensors_file import ITEM_SIZE
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Look = Callable[[Path], None]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from qwen_edit_zero.edit_model.safetensors_header import StoredTensor, read_header
 from qwen_edit_zero.errors import ModelFolderError
+from qwen_edit_zero.safetensors_file import StoredTensor, read_header
 
 
 @dataclass(frozen=True)

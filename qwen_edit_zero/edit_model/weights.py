@@ -10,9 +10,9 @@ from types import TracebackType
 import torch
 
 from qwen_edit_zero.edit_model.folder import ModelFolder
-from qwen_edit_zero.edit_model.safetensors_header import StoredTensor
 from qwen_edit_zero.errors import ModelFolderError
 from qwen_edit_zero.flat_state import PARAM
+from qwen_edit_zero.safetensors_file import StoredTensor
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

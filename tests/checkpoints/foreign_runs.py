@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from qwen_edit_zero.edit_model.safetensors_header import StoredTensor, read_header
 from qwen_edit_zero.edit_model.shards import Shards
+from qwen_edit_zero.safetensors_file import StoredTensor, read_header
 from tests.engines import problem
 
 

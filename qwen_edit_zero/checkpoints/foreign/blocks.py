@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qwen_edit_zero.checkpoints.foreign.torch_files import StoredBytes
-from qwen_edit_zero.checkpoints.safetensors_file import element_count
+from qwen_edit_zero.safetensors_file import element_count
 
 Shape = tuple[int, ...]
 Indices = npt.NDArray[np.int64]

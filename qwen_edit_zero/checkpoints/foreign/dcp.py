@@ -12,9 +12,9 @@ import numpy as np
 from qwen_edit_zero.checkpoints.foreign.dcp_metadata import METADATA, DcpMetadata, Entry, read_metadata
 from qwen_edit_zero.checkpoints.foreign.prefixes import clean
 from qwen_edit_zero.checkpoints.foreign.source import ForeignSource, ForeignState, ForeignTensor
-from qwen_edit_zero.checkpoints.safetensors_file import element_count
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM
+from qwen_edit_zero.safetensors_file import element_count
 
 # optim.state.NAME.exp_avg; torchtitan calls it optimizer, Lightning optimizer_0; the name may be a number
 _MOMENT = re.compile(r"(?:optim\w*\.)?state\.(.+)\.(step|exp_avg|exp_avg_sq|max_exp_avg_sq|momentum_buffer)")

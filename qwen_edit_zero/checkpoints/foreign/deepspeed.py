@@ -21,9 +21,9 @@ from qwen_edit_zero.checkpoints.foreign.pickles import PickledTensor
 from qwen_edit_zero.checkpoints.foreign.reading import BlockReader
 from qwen_edit_zero.checkpoints.foreign.source import ForeignState, ForeignTensor
 from qwen_edit_zero.checkpoints.foreign.torch_files import TorchFile
-from qwen_edit_zero.checkpoints.safetensors_file import element_count
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM
+from qwen_edit_zero.safetensors_file import element_count
 
 Placed = tuple[str, Shape, int]  # a parameter, its shape, and its first element in what the group's ranks hold
 

@@ -11,9 +11,9 @@ from qwen_edit_zero.checkpoints.foreign.reading import BlockReader
 from qwen_edit_zero.checkpoints.foreign.source import ForeignState
 from qwen_edit_zero.checkpoints.foreign.torch_files import TorchFile, is_contiguous
 from qwen_edit_zero.checkpoints.precision import FLOATS, OverflowingValue, convert, to_float32
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM
+from qwen_edit_zero.safetensors_file import ITEM_SIZE
 
 _SAMPLE = 4096  # elements of each block
 

@@ -12,9 +12,9 @@ from qwen_edit_zero.checkpoints.foreign.deepspeed_folder import DeepSpeedFiles
 from qwen_edit_zero.checkpoints.foreign.pickles import PickledTensor, Record
 from qwen_edit_zero.checkpoints.foreign.reading import BlockReader
 from qwen_edit_zero.checkpoints.foreign.torch_files import TorchFile, is_contiguous
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM
+from qwen_edit_zero.safetensors_file import ITEM_SIZE
 
 _NUMPY = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32, "F16": np.float16}
 

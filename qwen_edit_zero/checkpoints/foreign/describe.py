@@ -10,9 +10,9 @@ from qwen_edit_zero.checkpoints.foreign.dcp import looks_like_dcp
 from qwen_edit_zero.checkpoints.foreign.deepspeed_folder import holds_shards, sorted_tags
 from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign, open_foreign
 from qwen_edit_zero.checkpoints.foreign.source import ForeignSource, ForeignState
-from qwen_edit_zero.checkpoints.safetensors_file import element_count
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM
+from qwen_edit_zero.safetensors_file import element_count
 
 
 def list_foreign(source: Path) -> str:

@@ -15,8 +15,8 @@ from qwen_edit_zero.checkpoints.foreign.blocks import Block, Runs, Shape
 from qwen_edit_zero.checkpoints.foreign.crc import combine
 from qwen_edit_zero.checkpoints.foreign.torch_files import StoredBytes
 from qwen_edit_zero.checkpoints.precision import Bytes
-from qwen_edit_zero.checkpoints.safetensors_file import element_count
 from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.safetensors_file import element_count
 
 _MOST_OPEN = 512
 _SMALL_RUN = 4096  # bytes; shorter runs are gathered from a mapping instead of being read one by one

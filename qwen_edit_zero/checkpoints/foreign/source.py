@@ -14,8 +14,8 @@ import numpy as np
 from qwen_edit_zero.checkpoints.foreign.blocks import Block, Shape
 from qwen_edit_zero.checkpoints.foreign.reading import BlockReader
 from qwen_edit_zero.checkpoints.precision import Bytes
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE, element_count
 from qwen_edit_zero.flat_state import PARAM
+from qwen_edit_zero.safetensors_file import ITEM_SIZE, element_count
 
 if TYPE_CHECKING:
     import torch

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from qwen_edit_zero.checkpoints.foreign.pickles import PickledTensor, load_pickle
-from qwen_edit_zero.checkpoints.safetensors_file import ITEM_SIZE, element_count
 from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.safetensors_file import ITEM_SIZE, element_count
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _MOST_PICKLE = 2 * 2**30  # bytes; larger ones are no description of tensors

@@ -1,7 +1,8 @@
-"""Reading the header of a safetensors file: where each tensor lies, and whether the file is whole. Imports no torch.
+"""The safetensors container: its header read and checked, or built before the first tensor is. Imports no torch.
 
-Layout (https://github.com/huggingface/safetensors#format): 8 bytes little-endian header length n, n bytes of JSON
-`{name: {dtype, shape, data_offsets: [begin, end]}}`, then the data, to which the offsets are relative.
+Layout (https://github.com/huggingface/safetensors#format): 8 bytes little-endian header length N, N bytes of JSON
+`{"__metadata__": {str: str}, name: {"dtype", "shape", "data_offsets": [begin, end]}}`, then the data, to which the
+offsets are relative and which has no holes.
 """
 
 from __future__ import annotations
@@ -9,17 +10,44 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from qwen_edit_zero.errors import ModelFolderError
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
-ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-    "F8_E4M3": 1, "F8_E5M2": 1, "U16": 2, "U32": 4, "U64": 8,
+ITEM_SIZE = {  # bytes
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
+MAX_HEADER = 100_000_000  # bytes; the limit of the reference implementation
+
+
+def element_count(shape: Iterable[int]) -> int:
+    """Elements of a tensor of this shape; 1 for a 0-d one."""
+    return math.prod(shape)
+
+
+def build_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """The bytes before the data (length field included) of a file with these (name, dtype, shape), in this order.
+
+    The metadata comes first, so that the beginning of a file tells where it belongs; the length is padded with
+    spaces to a multiple of 8.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    position = 0
+    for name, dtype, shape in tensors:
+        size = element_count(shape) * ITEM_SIZE[dtype]
+        assert name not in header, f"{name} twice in one file"
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    assert len(text) <= MAX_HEADER, f"a header of {len(text)} bytes is above the format's limit"
+    return struct.pack("<Q", len(text)) + text
 
 
 @dataclass(frozen=True)
@@ -52,7 +80,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             start = f.read(256)
             _refuse_other_formats(path, start, size)
             length = int.from_bytes(start[:8], "little")
-            if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+            if not 2 <= length <= min(size - 8, MAX_HEADER):
                 raise ModelFolderError(
                     f"{path} is no whole safetensors file: its first 8 bytes promise a header of {length} bytes but "
                     f"the file has {size}. It is damaged or cut off; copy or download it again"
@@ -75,12 +103,12 @@ def _entry(path: Path, entry: Mapping[str, object], data_start: int) -> StoredTe
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2):
         raise ValueError(f"malformed entry {entry!r}")
-    if dtype not in ITEM_BYTES:
+    if dtype not in ITEM_SIZE:
         raise ValueError(f"unknown element type {dtype!r}")
     begin, end = offsets
     if not all(isinstance(n, int) and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"malformed entry {entry!r}")
-    if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+    if end - begin != element_count(shape) * ITEM_SIZE[dtype]:
         raise ValueError(f"{dtype} of shape {shape} cannot take the {end - begin} bytes {begin}..{end}")
     return StoredTensor(path, dtype, tuple(shape), data_start + begin, end - begin)
 
