@@ -49,7 +49,7 @@ def resolve(names: Iterable[str], expected: Collection[str] | None = None) -> Re
             left_out.append(name)
             continue
         result[name] = short
-    _refuse_collisions(result)
+    _refuse_collisions({**{name: _bare(cleaned[name]) for name in left_out}, **result}, set(result.values()))
     notes = []
     if wrappers := sorted({s for name in stored for s in name.split(".") if s in WRAPPERS}):
         notes.append(f"wrappers taken out of the names: {', '.join(wrappers)}")
@@ -84,9 +84,18 @@ def _common_head(names: Collection[str]) -> str:
     return head
 
 
-def _refuse_collisions(result: Mapping[str, str]) -> None:
+def _bare(name: str) -> str:
+    """The name without `module.` and the like in front."""
+    while (parts := name.split(".", 1))[0] in _HEADS and len(parts) == 2:
+        name = parts[1]
+    return name
+
+
+def _refuse_collisions(names: Mapping[str, str], taken: Collection[str]) -> None:
     seen: dict[str, str] = {}
-    for name, short in result.items():
-        if short in seen:
-            raise CheckpointError(f"{seen[short]} and {name} are both the model's {short}; keep one of them")
-        seen[short] = name
+    for name, short in sorted(names.items(), key=lambda item: item[1]):
+        bare = _bare(short)
+        key = bare if bare in taken else short
+        if key in seen and key in taken:
+            raise CheckpointError(f"{seen[key]} and {name} are both the model's {key}; keep one of them")
+        seen[key] = name
