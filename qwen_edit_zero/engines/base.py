@@ -6,7 +6,8 @@
     result = engine.step(lr=lr_at(step))
 
 Gradients are *summed* over micro-batches and ranks; dividing by the samples of the global batch is the trainer's
-business, once. So nothing depends on how the batch is split.
+business, once. So nothing depends on how the batch is split. Ranks of a sequence group have the same micro-batches and
+losses, which count once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from qwen_edit_zero.engines.ranks import Ranks
 from qwen_edit_zero.flat_state import FlatRange, TensorSource
 from qwen_edit_zero.settings.models import OptimizerSettings
 
@@ -50,8 +52,17 @@ class ParallelEngine(ABC):
     name: str
     module: torch.nn.Module  # unwrapped, with clean parameter names
     device: torch.device
-    dp_rank: int
-    dp_size: int
+    ranks: Ranks
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the samples this rank computes."""
+        return self.ranks.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        """Number of shares of the samples: ranks, or groups of ranks that split sequences."""
+        return self.ranks.dp_size
 
     @abstractmethod
     def init_context(self) -> AbstractContextManager[Any]:
@@ -81,7 +92,10 @@ class ParallelEngine(ABC):
 
     @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate gradients of `loss`; neither averages over ranks or micro-batches, nor steps."""
+        """Accumulate gradients of `loss`; neither averages over ranks or micro-batches, nor steps.
+
+        In a sequence group every rank gives the whole loss, and propagates its equal share of it.
+        """
 
     @abstractmethod
     def step(self, *, lr: float) -> StepResult:

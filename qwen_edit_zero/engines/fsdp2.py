@@ -31,7 +31,7 @@ class FSDP2Engine(TorchEngine):
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         super().__init__(settings, device)
-        self._mesh = _make_mesh(device, self.dp_size, settings.engine.shard_size)
+        self._mesh = _make_mesh(device, self.ranks.world_size, settings.engine.shard_size)
         # The model's output is a view of its last layer's. That matters to code that changes it in place, not to us.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         groups = self._mesh.get_all_groups()

@@ -20,6 +20,7 @@ from qwen_edit_zero.engines.initial_values import InitialValues
 from qwen_edit_zero.engines.loss_scale import LossScale
 from qwen_edit_zero.engines.parameters import frozen, move_buffers, to_meta, trained
 from qwen_edit_zero.engines.precision import DTYPES
+from qwen_edit_zero.engines.ranks import arrange_ranks
 from qwen_edit_zero.engines.scalars import optimizer_steps
 from qwen_edit_zero.engines.shards import (
     MOMENTS,
@@ -44,7 +45,7 @@ class TorchEngine(ParallelEngine):
     def __init__(self, settings: Settings, device: torch.device) -> None:
         assert dist.is_initialized(), "the process group is started before an engine is made"
         self.device = device
-        self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
+        self.ranks = arrange_ranks(settings.engine)
         self._settings = settings
         self._dtype = DTYPES[settings.precision.mode]
         self._loss_scale = LossScale(settings.precision)
@@ -112,7 +113,8 @@ class TorchEngine(ParallelEngine):
         return self._call(**inputs)
 
     def backward(self, loss: torch.Tensor) -> None:
-        (loss * self._loss_scale.value if self._loss_scale.enabled else loss).backward()  # type: ignore[no-untyped-call]
+        scale = self._loss_scale.value / self.ranks.sequence_size
+        (loss * scale if scale != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def step(self, *, lr: float) -> StepResult:
@@ -199,7 +201,8 @@ class TorchEngine(ParallelEngine):
         yield from written_ranges(
             [s for s in shards if not s.replicated], replica=self._replica, replicas=self._replicas
         )
-        yield from written_ranges([s for s in shards if s.replicated], replica=self.dp_rank, replicas=self.dp_size)
+        everywhere = [s for s in shards if s.replicated]
+        yield from written_ranges(everywhere, replica=self.ranks.rank, replicas=self.ranks.world_size)
 
     def scalars(self) -> Scalars:
         return {"optimizer_steps": self._steps, **self._loss_scale.scalars()}

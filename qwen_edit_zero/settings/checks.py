@@ -159,8 +159,11 @@ def _sampling(report: _Report) -> None:
 def world_problems(settings: Settings, sources: Mapping[str, str], world_size: int) -> list[str]:
     """One line for every setting that does not fit the number of ranks (batch sizes: see `derive_accumulation`)."""
     report = _Report(settings, sources)
-    shard = settings.engine.shard_size
-    if shard is not None and world_size % shard:
-        fitting = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
-        report.add(f"{report.at('engine.shard_size')} does not divide {world_size} ranks; sizes that do: {fitting}")
+    for name, size in (
+        ("shard_size", settings.engine.shard_size),
+        ("sequence_parallel", settings.engine.sequence_parallel),
+    ):
+        if size is not None and world_size % size:
+            fitting = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+            report.add(f"{report.at(f'engine.{name}')} does not divide {world_size} ranks; sizes that do: {fitting}")
     return report.lines

@@ -159,9 +159,11 @@ def accumulation_problem(
             return None
         ranks = "any number of ranks"
     else:
-        if total == micro * steps * world_size:
+        shares = world_size // settings.engine.sequence_parallel or 1
+        if total == micro * steps * shares:
             return None
-        ranks = f"{world_size} rank{'s' if world_size > 1 else ''} (launcher) = {micro * steps * world_size}"
+        what = "rank" if settings.engine.sequence_parallel == 1 else "sequence group"
+        ranks = f"{shares} {what}{'s' if shares > 1 else ''} (launcher) = {micro * steps * shares}"
     return (
         f"{total_shown} is not {micro_shown} x {steps_shown} x {ranks}; "
         'write "gradient_accumulation_steps": "auto", it follows from the others'

@@ -98,7 +98,7 @@ def load_settings(
     raise_listed(problems, "settings")
     if world_size is not None:
         raise_listed(world_problems(settings, sources, world_size), "settings")
-        derive_accumulation(settings.batch, world_size, sources)
+        derive_accumulation(settings.batch, world_size, sources, sequence_parallel=settings.engine.sequence_parallel)
     if json_layer is not None:
         values, places = deepspeed_config.completed(json_layer, settings)
         stated.put(DEEPSPEED, None, "default")
@@ -180,11 +180,16 @@ def _fit_demo_batch(stated: Layer, said: Layer, world_size: int | None) -> None:
     size, each = stated.get(total), stated.get(micro)
     if type(size) is not int or type(each) is not int or size < 1 or each < 1:
         return
-    if world_size > size:
-        stated.put(total, world_size, f"{stated.place(total)}, raised from {size} for {world_size} ranks")
-        size = world_size
-    if size % world_size == 0 and size // world_size % each:
-        fitting = math.gcd(size // world_size, each)
+    split = ("engine", "sequence_parallel")
+    sharing = stated.get(split) if stated.has(split) else 1
+    if type(sharing) is not int or sharing < 1 or world_size % sharing:
+        return  # reported with the other mistakes
+    shares = world_size // sharing
+    if shares > size:
+        stated.put(total, shares, f"{stated.place(total)}, raised from {size} for {world_size} ranks")
+        size = shares
+    if size % shares == 0 and size // shares % each:
+        fitting = math.gcd(size // shares, each)
         stated.put(micro, fitting, f"{stated.place(micro)}, lowered from {each} for {world_size} ranks")
 
 

@@ -124,6 +124,7 @@ class EngineSettings(Section):
     shard_size: Positive | None = None  # FSDP2: ranks in a shard group; None: all. Fewer: hybrid sharding
     reshard_after_forward: bool = True  # FSDP2: free gathered weights after forward; False: faster, more memory
     reduce_every_micro_batch: bool = True  # FSDP2: keep only shards of gradients; False: less traffic, whole gradients
+    sequence_parallel: Positive = 1  # ranks that split the tokens of each sample between them; 1: none
     deepspeed: dict[str, Any] | None = None  # the DeepSpeed JSON, merged and complete, when backend is deepspeed
     timeout_seconds: Positive = 1800  # a collective that takes longer ends the job
 

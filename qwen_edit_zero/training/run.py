@@ -17,6 +17,7 @@ from qwen_edit_zero.edit_model.attention import resolve_attention
 from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
 from qwen_edit_zero.edit_model.freezing import freeze
 from qwen_edit_zero.edit_model.initial import initial_source
+from qwen_edit_zero.edit_model.sequence_parallel import check_heads, split_sequences
 from qwen_edit_zero.edit_model.transformer import build_transformer
 from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.factory import make_engine
@@ -32,8 +33,8 @@ from qwen_edit_zero.training.lr import lr_at
 from qwen_edit_zero.training.metrics import MetricsWriter
 from qwen_edit_zero.training.progress import Progress
 from qwen_edit_zero.training.samples import SamplePictures
-from qwen_edit_zero.training.task import EditTask
 from qwen_edit_zero.training.saving import CheckpointHook, checkpoint_contents, lora_reference
+from qwen_edit_zero.training.task import EditTask
 from qwen_edit_zero.training.trainer import Hook, Trainer
 
 
@@ -41,6 +42,7 @@ def train(loaded: LoadedSettings, identity: Identity, resume: str) -> int:
     """Run training on this rank to its end; returns the exit status. Raises UserError and RunError."""
     settings = loaded.settings
     folder = open_model_folder(settings.model.path)  # before ranks meet: a wrong path then costs nobody a time-out
+    check_heads(settings.engine.sequence_parallel, int(folder.transformer_config["num_attention_heads"]))
     device = process_group.start(
         identity, timeout_seconds=settings.engine.timeout_seconds, device=settings.engine.device
     )
@@ -129,6 +131,8 @@ class _Run:
         )
         with engine.init_context():
             module = build_transformer(self.folder, attention=attention, lora=settings.model.lora)
+        if engine.ranks.sequence_group is not None:
+            split_sequences(module, engine.ranks.sequence_group)
         trained = freeze(module, settings.model.freeze)
         self.say(f"{self.folder.variant} from {self.folder.path}: {trained}")
         if settings.model.freeze:
@@ -169,10 +173,6 @@ class _Run:
         )
         pictures = SamplePictures(engine, self.folder, conditioned, settings)
         samples_folder = self.path / run_folder.SAMPLES
-        hooks: list[Hook] = [
-            MetricsHook(progress, writer),
-            checkpoints,
-            PeriodicHook(
         checkpoints = CheckpointHook(
             engine,
             self.checkpoints,
@@ -180,6 +180,10 @@ class _Run:
             checkpoint_contents(settings, self.folder, engine, identity),
             progress.say,
         )
+        hooks: list[Hook] = [
+            MetricsHook(progress, writer),
+            checkpoints,
+            PeriodicHook(
                 settings.sampling.every, lambda m: pictures.draw(samples_folder / f"step-{m.step:08d}"), progress.say
             ),
         ]
@@ -206,13 +210,13 @@ class _Run:
                     min_loss_scale=settings.precision.min_loss_scale if settings.precision.mode == "fp16" else None,
                     hooks=hooks,
                 ).fit(first, total_steps, samples_seen=schedule.samples_before(first))
+            checkpoints.finish()
         finally:
+            checkpoints.close()
             progress.close()
             if writer is not None:
                 writer.close()
-            checkpoints.finish()
 
-            checkpoints.close()
 
 def _total_steps(settings: Settings, steps_per_epoch: int) -> int:
     limits = [settings.run.max_steps, None if settings.run.epochs is None else settings.run.epochs * steps_per_epoch]

@@ -31,8 +31,8 @@ class SamplePictures:
     def draw(self, out: Path) -> Path | None:
         """Write pictures and their descriptions to `out`; None if there is nothing to draw. Collective.
 
-        Samples are dealt out to the ranks. A rank without one in a round repeats the last: sharded engines need the
-        same number of forwards everywhere.
+        Samples are dealt out to the ranks, or groups of ranks that split sequences. One without a sample in a round
+        repeats the last: sharded engines need the same number of forwards everywhere.
         """
         samples = self._held_out.samples
         if not samples:
@@ -43,7 +43,7 @@ class SamplePictures:
             for first in range(0, len(samples), world):
                 index = min(first + rank, len(samples) - 1)
                 latent = self._denoise(index)
-                if first + rank < len(samples):
+                if first + rank < len(samples) and self._engine.ranks.sequence_rank == 0:
                     latents[index] = latent
         if latents:
             self._write(out, latents)

@@ -13,6 +13,7 @@ from qwen_edit_zero.edit_data.batch import EditBatch
 from qwen_edit_zero.edit_data.loader import StepBatches
 from qwen_edit_zero.edit_data.schedule import StepPlan
 from qwen_edit_zero.engines.base import ParallelEngine
+from qwen_edit_zero.engines.ranks import Ranks
 from qwen_edit_zero.errors import DivergenceError
 from qwen_edit_zero.training.metrics import StepMetrics, memory_peak_bytes
 
@@ -115,7 +116,9 @@ class Trainer:
         lr = self.lr_at(int(self.engine.scalars()["optimizer_steps"]))
         result = self.engine.step(lr=lr)
         totals = torch.tensor([loss_sum.item(), flops], dtype=torch.float64)
-        total_loss, total_flops = sum_over_ranks(totals, self.engine.device).tolist()
+        # Ranks that split sequences have each computed the same samples' losses.
+        sums = sum_over_ranks(totals, self.engine.device) / self.engine.ranks.sequence_size
+        total_loss, total_flops = sums.tolist()
         seconds = time.perf_counter() - began
         return StepMetrics(
             step=plan.step + 1,
@@ -127,21 +130,23 @@ class Trainer:
             step_seconds=seconds,
             samples_per_second=samples / seconds,
             data_seconds=data_seconds,
-            tflops_per_device=total_flops / self.engine.dp_size / seconds / 1e12,
+            tflops_per_device=total_flops / self.engine.ranks.world_size / seconds / 1e12,
             memory_peak_bytes=memory_peak_bytes(self.engine.device),
             skipped=not result.applied,
             loss_scale=result.loss_scale,
-            skip_reason=None if result.applied else _skip_reason(by_sample, result.non_finite),
+            skip_reason=None if result.applied else _skip_reason(by_sample, result.non_finite, self.engine.ranks),
         )
 
 
-def _skip_reason(by_sample: Sequence[tuple[Sequence[str], torch.Tensor]], parameters: Sequence[str]) -> str:
+def _skip_reason(
+    by_sample: Sequence[tuple[Sequence[str], torch.Tensor]], parameters: Sequence[str], ranks: Ranks
+) -> str:
     """What was not finite in a step, over all ranks. Collective."""
     mine = [
         name
         for names, losses in by_sample
         for name, bad in zip(names, (~losses.isfinite()).tolist(), strict=True)
-        if bad
+        if bad and ranks.sequence_rank == 0
     ]
     bad_losses = [
         f"'{name}' (rank {rank})" for rank, names in enumerate(gather_objects(mine)) for name in dict.fromkeys(names)

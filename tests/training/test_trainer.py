@@ -15,6 +15,7 @@ from qwen_edit_zero.edit_data.batch import EditBatch
 from qwen_edit_zero.edit_data.loader import StepBatches
 from qwen_edit_zero.edit_data.schedule import StepPlan
 from qwen_edit_zero.engines.base import StepResult
+from qwen_edit_zero.engines.ranks import Ranks
 from qwen_edit_zero.errors import DivergenceError
 from qwen_edit_zero.training.metrics import StepMetrics
 from qwen_edit_zero.training.trainer import Trainer
@@ -24,7 +25,7 @@ class ScriptedEngine:
     """Remembers what it was told; each step's gradient norm comes from a script."""
 
     device = torch.device("cpu")
-    dp_rank, dp_size = 0, 1
+    ranks = Ranks(0, 1)
 
     def __init__(self, norms: list[float], *, steps: int = 0, loss_scale: float = 1.0) -> None:
         self.norms, self.backwards, self.lasts, self.lrs = norms, [], [], []

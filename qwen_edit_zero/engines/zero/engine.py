@@ -19,6 +19,7 @@ from qwen_edit_zero.engines.initial_values import InitialValues
 from qwen_edit_zero.engines.loss_scale import LossScale
 from qwen_edit_zero.engines.parameters import frozen, move_buffers, replace_parameters, to_meta, trained
 from qwen_edit_zero.engines.precision import DTYPES
+from qwen_edit_zero.engines.ranks import arrange_ranks
 from qwen_edit_zero.engines.scalars import optimizer_steps
 from qwen_edit_zero.engines.shards import (
     MOMENTS,
@@ -65,7 +66,7 @@ class ZeroEngine(ParallelEngine):
                 "model's. Use block, or engine.backend=fsdp2, which shards as much."
             )
         self.device = device
-        self.dp_rank, self.dp_size = dist.get_rank(), dist.get_world_size()
+        self.ranks = arrange_ranks(settings.engine)
         self._settings = settings
         self._dtype = DTYPES[settings.precision.mode]
         self._loss_scale = LossScale(settings.precision)
@@ -82,7 +83,7 @@ class ZeroEngine(ParallelEngine):
 
     def setup(self, module: torch.nn.Module, *, optimizer: OptimizerSettings, weights: TensorSource | None) -> None:
         values = InitialValues(module, weights)
-        config = complete_config(self._settings, optimizer, self.dp_size)
+        config = complete_config(self._settings, optimizer, self.ranks.world_size)
         prepare_blocks(module, self._settings.model, self.device, early_stop=self.stage < 3)
         to_meta(module, frozen_dtype=self._dtype)
         move_buffers(module, self.device)
@@ -98,7 +99,7 @@ class ZeroEngine(ParallelEngine):
         self._engine = library.make_engine(module, self._adamw, config, self._settings.engine.timeout_seconds)
         release_freed_memory()
         library.watch_overflow(self._engine.optimizer, self._note_non_finite)
-        self._places = places(self._engine.optimizer, self.stage, trained(module).values(), self.dp_rank)
+        self._places = places(self._engine.optimizer, self.stage, trained(module).values(), self.ranks.rank)
         masters = flat_masters(self._engine.optimizer, self.stage)
         prime_state(self._adamw, masters)
         for flat in masters:
@@ -135,8 +136,8 @@ class ZeroEngine(ParallelEngine):
         yield
 
     def backward(self, loss: torch.Tensor) -> None:
-        # Stage 3 averages over ranks whatever it is told.
-        self._engine.backward(loss * self.dp_size if self.stage == 3 else loss, scale_wrt_gas=False)
+        share = (self.ranks.world_size if self.stage == 3 else 1) / self.ranks.sequence_size  # stage 3 always averages
+        self._engine.backward(loss * share if share != 1.0 else loss, scale_wrt_gas=False)
 
     def step(self, *, lr: float) -> StepResult:
         scale = self._loss_scale.value
@@ -169,7 +170,7 @@ class ZeroEngine(ParallelEngine):
     def _announce_loss_scale(self) -> None:
         """DeepSpeed multiplies losses by this and divides gradients by it."""
         if self._loss_scale.enabled:
-            mean_to_sum = self.dp_size if self.stage == 3 else 1  # see backward
+            mean_to_sum = self.ranks.world_size if self.stage == 3 else 1  # see backward
             self._engine.optimizer.override_loss_scale(self._loss_scale.value / mean_to_sum)
 
     @contextmanager
