@@ -20,11 +20,14 @@ from qwen_edit_zero.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 RUN_STATE = "run_state.json"
+RANGES = "ranges.safetensors"
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 
 _STEP = re.compile(r"step-(\d{8,})")
 _HIDDEN = re.compile(r"\.step-(\d{8,})\.(partial|replaced|deleted)")
-_OWN_FILE = re.compile(r"manifest\.json(\.tmp)?|run_state\.json|rank-\d{5,}\.(safetensors|json)|\.save-[0-9a-f]{32}")
+_OWN_FILE = re.compile(
+    r"manifest\.json(\.tmp)?|run_state\.json|ranges\.safetensors|rank-\d{5,}\.(safetensors|ranges)|\.save-[0-9a-f]{32}"
+)
 
 
 def checkpoint_name(step: int) -> str:
@@ -40,7 +43,7 @@ def rank_file(rank: int) -> str:
 
 def sidecar_file(rank: int) -> str:
     """Name of the file in which a rank tells rank 0 what it wrote; gone once the manifest is written."""
-    return f"rank-{rank:05d}.json"
+    return f"rank-{rank:05d}.ranges"
 
 
 def partial_folder(folder: Path, step: int) -> Path:

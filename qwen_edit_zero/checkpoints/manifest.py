@@ -1,28 +1,29 @@
-"""`manifest.json`: what a checkpoint holds and where each element of each tensor lies.
+"""`manifest.json`: what a checkpoint holds, and `ranges.safetensors`: where each element of each tensor lies.
 
-The file is plain JSON, one line a tensor. Its last member, `manifest_xxh3_64`, is the XXH3-64 checksum of all bytes
+The first is plain JSON, one line a tensor. Its last member, `manifest_xxh3_64`, is the XXH3-64 checksum of all bytes
 before it, so that a damaged or edited manifest is never believed.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import re
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 
-from qwen_edit_zero.checkpoints.layout import MANIFEST
+from qwen_edit_zero.checkpoints.columns import parse_columns
+from qwen_edit_zero.checkpoints.layout import MANIFEST, RANGES
+from qwen_edit_zero.checkpoints.ranges import Ranges, RangeTable
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.safetensors_file import ITEM_SIZE, element_count
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 M = TypeVar("M", bound="ManifestHead")
 Json = Any  # what json.loads gives: dict, list, str, int, float, bool or None
@@ -34,30 +35,28 @@ class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class StoredRange(NamedTuple):
-    """Elements `start .. start + length` of a flattened tensor.
+class TensorRecord(_Record):
+    """A tensor: `kind` is `param`, or what belongs to one of that name; dtype as safetensors names it.
 
-    They lie in `files[file]` of the manifest, `offset` bytes from that file's start. `xxh3_64` is their checksum.
-    """
-
-    file: Count
-    offset: Count
-    start: Count
-    length: Annotated[int, Field(gt=0)]
-    xxh3_64: str
-
-
-class StoredTensor(_Record):
-    """A tensor: `kind` is `param` or the optimizer's name of a moment; dtype as safetensors names it.
-
-    `ranges` are sorted by `start` and cover every element once. A tensor without elements has none.
+    `ranges` is the number of its ranges, which are the next so many rows of the table in `ranges.safetensors`.
     """
 
     name: str
     kind: str
     shape: tuple[Count, ...]
     dtype: str
-    ranges: tuple[StoredRange, ...]
+    ranges: Count
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor and where it lies: `ranges` are sorted by `start` and cover every element once; none if it has none."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    ranges: Ranges
 
 
 class FileRecord(_Record):
@@ -98,7 +97,7 @@ class ManifestHead(_Record):
     """What a manifest says but for the tensors: small, whatever the size of model and cluster."""
 
     format: Literal["qwen-edit-zero checkpoint"] = "qwen-edit-zero checkpoint"
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     save_id: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # one a save; each file of the save carries it
     created: str  # UTC, ISO 8601
     package_version: str
@@ -117,54 +116,25 @@ class ManifestHead(_Record):
         return sum(f.size for f in self.files)
 
 
+class ManifestFile(ManifestHead):
+    """What `manifest.json` says: everything about a checkpoint but the numbers and where they lie."""
+
+    tensors: tuple[TensorRecord, ...]
+
+
 class Manifest(ManifestHead):
-    """Everything about a checkpoint but the numbers themselves."""
+    """The same, joined with the table of ranges."""
 
-    tensors: tuple[StoredTensor, ...]
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
-
-def coverage_fault(count: int, ranges: Sequence[StoredRange]) -> str | None:
-    """Why `ranges`, sorted by start, do not cover elements `0 .. count` exactly once; None if they do."""
-    end = 0
-    for item in ranges:
-        if item.start > end:
-            return f"elements {end} to {item.start - 1} are nowhere"
-        if item.start < end:
-            return f"elements {item.start} to {min(end, item.start + item.length) - 1} are there twice"
-        end = item.start + item.length
-    if end < count:
-        return f"elements {end} to {count - 1} are nowhere"
-    return f"there are {end} elements, but its shape has {count}" if end > count else None
-
-
-class Piece(NamedTuple):
-    """The part of a stored range that a read needs: elements `skip .. skip + take` of it go to `at` of the result."""
-
-    stored: StoredRange
-    skip: int
-    take: int
-    at: int
-
-
-def intersect(ranges: Sequence[StoredRange], start: int, length: int) -> Iterator[Piece]:
-    """The pieces, in order, that make up elements `start .. start + length`; `ranges` sorted, without holes."""
-    end, position = start + length, start
-    index = max(0, bisect_right(ranges, start, key=lambda r: r.start) - 1)
-    while position < end:
-        stored = ranges[index]
-        skip = position - stored.start
-        take = min(end - position, stored.length - skip)
-        if take > 0:
-            yield Piece(stored, skip, take, position - start)
-            position += take
-        index += 1
+    tensors: tuple[SkipValidation[StoredTensor], ...]
 
 
 _TENSORS_KEY = b',\n"tensors": [\n'  # raw line ends occur between members only: JSON strings escape them
 _CHECKSUM_KEY = b',\n"manifest_xxh3_64": "'
 
 
-def dump_manifest(manifest: Manifest) -> bytes:
+def dump_manifest(manifest: ManifestFile) -> bytes:
     """The content of `manifest.json`, checksum included."""
     lines = []
     for key, value in manifest.model_dump(mode="json", exclude={"files", "tensors"}).items():
@@ -180,11 +150,16 @@ def _compact(value: Mapping[str, Json]) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
-def parse_manifest(content: bytes) -> Manifest:
+def parse_manifest(content: bytes) -> ManifestFile:
     """The manifest in these bytes. Raises CheckpointError, which does not name the file."""
-    with _no_garbage_collection():
-        manifest = _validate(Manifest, _checked_body(content))
-        _check_tensors(manifest)
+    manifest = _validate(ManifestFile, _checked_body(content))
+    seen = set()
+    for tensor in manifest.tensors:
+        if (tensor.kind, tensor.name) in seen:
+            raise CheckpointError(f"tensor {tensor.name} ({tensor.kind}) is listed twice")
+        seen.add((tensor.kind, tensor.name))
+        if tensor.dtype not in ITEM_SIZE:
+            raise CheckpointError(f"tensor {tensor.name} ({tensor.kind}) has the unknown dtype {tensor.dtype}")
     return manifest
 
 
@@ -200,6 +175,11 @@ def _checked_body(content: bytes) -> bytes:
         raise CheckpointError(
             f"it has format version {int(version[1])}, and this version of qwen-edit-zero knows up to "
             f"{FORMAT_VERSION}; use the version that wrote it or a newer one"
+        )
+    if version and int(version[1]) < FORMAT_VERSION:
+        raise CheckpointError(
+            f"it has format version {int(version[1])}, of an early qwen-edit-zero; this one reads version "
+            f"{FORMAT_VERSION} alone"
         )
     body, key, tail = content.rpartition(_CHECKSUM_KEY)
     if not key:
@@ -218,38 +198,36 @@ def _validate(kind: type[M], body: bytes) -> M:
         raise CheckpointError(f"its member {where or 'as a whole'} is wrong: {first['msg']}") from None
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """The collector, which would walk millions of new tuples again and again, takes two thirds of the time else."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _check_tensors(manifest: Manifest) -> None:
-    seen = set()
-    for tensor in manifest.tensors:
-        label = f"tensor {tensor.name} ({tensor.kind})"
-        if (tensor.kind, tensor.name) in seen:
-            raise CheckpointError(f"{label} is listed twice")
-        seen.add((tensor.kind, tensor.name))
-        if tensor.dtype not in ITEM_SIZE:
-            raise CheckpointError(f"{label} has the unknown dtype {tensor.dtype}")
-        if fault := coverage_fault(element_count(tensor.shape), tensor.ranges):
-            raise CheckpointError(f"{label}: {fault}")
-        size = ITEM_SIZE[tensor.dtype]
-        for item in tensor.ranges:
-            if item.file >= len(manifest.files) or item.offset + item.length * size > manifest.files[item.file].size:
-                raise CheckpointError(f"{label}: its elements from {item.start} lie beyond the end of their file")
-
-
 def load_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises CheckpointError naming the folder or the file."""
-    return _load(checkpoint, parse_manifest)
+    """The manifest of a checkpoint folder and its ranges. Raises CheckpointError naming the folder or the file."""
+    file = _load(checkpoint, parse_manifest)
+    path = checkpoint / RANGES
+    try:
+        return _join(file, path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except (CheckpointError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from None
+
+
+def _join(manifest: ManifestFile, content: bytes) -> Manifest:
+    """Give each tensor its rows of the table. Raises CheckpointError or ValueError if they cannot be right."""
+    expected = next((f.xxh3_64 for f in manifest.files if f.name == RANGES), None)
+    if xxhash.xxh3_64_hexdigest(content) != expected:
+        raise CheckpointError("its checksum is not the one in the manifest, so it is damaged or of another save")
+    table = RangeTable.of_columns(parse_columns(content)[1])
+    if sum(record.ranges for record in manifest.tensors) != len(table.start):
+        raise CheckpointError(f"it has {len(table.start)} rows, which is not what the manifest says")
+    sizes = np.array([file.size for file in manifest.files], np.int64)
+    tensors, first = [], 0
+    for t in manifest.tensors:
+        ranges = Ranges(table, first, t.ranges, element_count(t.shape))
+        if fault := ranges.fault(ITEM_SIZE[t.dtype], sizes):
+            raise CheckpointError(f"tensor {t.name} ({t.kind}): {fault}")
+        tensors.append(StoredTensor(t.name, t.kind, t.shape, t.dtype, ranges))
+        first += t.ranges
+    head = {name: getattr(manifest, name) for name in ManifestHead.model_fields}
+    return Manifest.model_construct(**head, tensors=tuple(tensors))
 
 
 def load_head(checkpoint: Path) -> ManifestHead:

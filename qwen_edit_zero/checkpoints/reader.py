@@ -17,7 +17,8 @@ import xxhash
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES, OpenFiles
 from qwen_edit_zero.checkpoints.in_use import ReadLock
-from qwen_edit_zero.checkpoints.manifest import Json, Manifest, StoredRange, StoredTensor, intersect, load_manifest
+from qwen_edit_zero.checkpoints.manifest import Json, Manifest, StoredTensor, load_manifest
+from qwen_edit_zero.checkpoints.ranges import StoredRange, intersect
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM
 from qwen_edit_zero.safetensors_file import ITEM_SIZE, element_count

@@ -10,7 +10,8 @@ import xxhash
 
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES, checksum_of
-from qwen_edit_zero.checkpoints.manifest import ManifestHead, StoredRange, load_head, load_manifest
+from qwen_edit_zero.checkpoints.manifest import ManifestHead, load_head, load_manifest
+from qwen_edit_zero.checkpoints.ranges import StoredRange
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.safetensors_file import ITEM_SIZE
 
@@ -160,11 +161,15 @@ def verify_checkpoint(
 
 def _damage(path: Path, number: int) -> str:
     """Which tensors of a damaged file are affected."""
-    manifest, bad = load_manifest(path), []
+    try:
+        manifest = load_manifest(path)
+    except CheckpointError:
+        return "so that it is not known which tensors lie where"
+    bad = []
     with (path / manifest.files[number].name).open("rb") as file:
         for tensor in manifest.tensors:
-            for item in tensor.ranges:
-                if item.file == number and _range_checksum(file, item, ITEM_SIZE[tensor.dtype]) != item.xxh3_64:
+            for item in tensor.ranges.in_file(number):
+                if _range_checksum(file, item, ITEM_SIZE[tensor.dtype]) != item.xxh3_64:
                     last = item.start + item.length - 1
                     bad.append(f"{tensor.name} ({tensor.kind}), elements {item.start} to {last}")
     if not bad:

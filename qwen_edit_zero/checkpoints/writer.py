@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 
 from qwen_edit_zero import __version__
 from qwen_edit_zero.checkpoints import layout
+from qwen_edit_zero.checkpoints.columns import write_columns
 from qwen_edit_zero.checkpoints.coordination import Coordinator
 from qwen_edit_zero.checkpoints.disk import bytes_text, sync_folder, wait_for, write_file
-from qwen_edit_zero.checkpoints.manifest import FileRecord, Json, Manifest, ModelReference, dump_manifest
+from qwen_edit_zero.checkpoints.manifest import FileRecord, Json, ManifestFile, ModelReference, dump_manifest
 from qwen_edit_zero.checkpoints.placement import clean_leftovers, put_in_place
 from qwen_edit_zero.checkpoints.rank_file import (
     RangeMaker,
@@ -37,6 +38,7 @@ from qwen_edit_zero.flat_state import FlatRange
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+SIDECAR_ROW, TABLE_ROW = 32, 28  # bytes
 Data = Iterable[Iterable[memoryview]]  # the bytes of each range, in chunks
 
 
@@ -152,7 +154,7 @@ def plan_save(folder: Path, contents: Contents, make_ranges: RangeMaker, ranks: 
     with ranks.together(f"writing {folder / layout.checkpoint_name(contents.step)}"):
         state_text = json.dumps(dict(contents.run_state), indent=1, ensure_ascii=False, allow_nan=False).encode()
         plan = plan_rank_file(make_ranges, save_metadata(save_id, ranks.rank, ranks.world_size, contents.step))
-    size = sum(ranks.gather(plan.size))
+    size = sum(ranks.gather(plan.size + len(plan.ranges) * (SIDECAR_ROW + TABLE_ROW)))
     return PlannedSave(folder, contents, state_text, save_id, plan, size)
 
 
@@ -215,10 +217,14 @@ def _write_share(save: PlannedSave, data: Data, ranks: Coordinator) -> None:
 def _publish(save: PlannedSave, world_size: int) -> None:
     """Check what the ranks wrote, write the manifest last, give the folder its name."""
     partial, contents = save.partial, save.contents
-    files, tensors = merge_sidecars(partial, save.save_id, world_size)
+    merged = merge_sidecars(partial, save.save_id, world_size)
+    files = merged.files
+    metadata = {"save_id": save.save_id, "step": str(contents.step)}
+    ranges = write_columns(partial / layout.RANGES, merged.table.columns(), metadata)
+    files.append(FileRecord(name=layout.RANGES, size=ranges.size, xxh3_64=ranges.checksum))
     state = write_file(partial / layout.RUN_STATE, save.state_text)
     files.append(FileRecord(name=layout.RUN_STATE, size=state.size, xxh3_64=state.checksum))
-    manifest = Manifest(
+    manifest = ManifestFile(
         save_id=save.save_id,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         package_version=__version__,
@@ -230,7 +236,7 @@ def _publish(save: PlannedSave, world_size: int) -> None:
         settings=dict(contents.settings),
         model=contents.model,
         files=tuple(files),
-        tensors=tuple(tensors),
+        tensors=tuple(merged.tensors),
     )
     for rank in range(world_size):
         (partial / layout.sidecar_file(rank)).unlink()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_edit_zero.checkpoints.manifest import StoredRange, coverage_fault, intersect
+from qwen_edit_zero.checkpoints.ranges import StoredRange, coverage_fault, intersect
 
 
 @st.composite

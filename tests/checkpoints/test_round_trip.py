@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
+from qwen_edit_zero.checkpoints.layout import RANGES
 from qwen_edit_zero.checkpoints.manifest import load_manifest
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.validity import latest_checkpoint, verify_checkpoint
@@ -31,7 +33,7 @@ def test_every_bit_comes_back_under_another_split(world: int, tmp_path: Path) ->
         assert differing_bytes(paths[0], made_up_state(200), seed=readers, world=readers) == 0
     assert verify_checkpoint(paths[0]) == ()
     assert sorted(p.name for p in paths[0].iterdir()) == [
-        "manifest.json", *(f"rank-0000{r}.safetensors" for r in range(world)), "run_state.json"
+        "manifest.json", "ranges.safetensors", *(f"rank-0000{r}.safetensors" for r in range(world)), "run_state.json"
     ]  # fmt: skip
     assert [p.name for p in paths[0].parent.iterdir()] == ["step-00000200"]
 
@@ -52,9 +54,13 @@ def test_manifest_is_plain_json_that_leads_to_the_bytes(tmp_path: Path) -> None:
     path, state = save(tmp_path, 3), made_up_state(3)
     manifest = json.loads((path / "manifest.json").read_text())
     entry = next(t for t in manifest["tensors"] if t["name"] == "block.weight" and t["kind"] == "exp_avg")
-    parts = []
-    for file, offset, _, length, _ in entry["ranges"]:
-        parts.append(np.fromfile(path / manifest["files"][file]["name"], "<f4", length, offset=offset))
+    first = sum(t["ranges"] for t in manifest["tensors"][: manifest["tensors"].index(entry)])
+    rows = {name: column[first : first + entry["ranges"]] for name, column in load_file(path / RANGES).items()}
+    lengths = np.diff(rows["start"], append=37 * 53)
+    parts = [
+        np.fromfile(path / manifest["files"][file]["name"], "<f4", length, offset=offset)
+        for file, offset, length in zip(rows["file"], rows["offset"], lengths, strict=True)
+    ]
     assert np.array_equal(np.concatenate(parts).reshape(entry["shape"]), state["block.weight", "exp_avg"].numpy())
 
 
