@@ -49,7 +49,8 @@ def resolve(names: Iterable[str], expected: Collection[str] | None = None) -> Re
             left_out.append(name)
             continue
         result[name] = short
-    _refuse_collisions({**{name: _bare(cleaned[name]) for name in left_out}, **result}, set(result.values()))
+    own = result if expected is not None else {}
+    _refuse_collisions({name: own.get(name) or _bare(cleaned[name]) for name in stored}, result)
     notes = []
     if wrappers := sorted({s for name in stored for s in name.split(".") if s in WRAPPERS}):
         notes.append(f"wrappers taken out of the names: {', '.join(wrappers)}")
@@ -91,11 +92,13 @@ def _bare(name: str) -> str:
     return name
 
 
-def _refuse_collisions(names: Mapping[str, str], taken: Collection[str]) -> None:
+def _refuse_collisions(names: Mapping[str, str], result: Mapping[str, str]) -> None:
+    """`names`: what each stored name might be besides what `result` says; two that are the same parameter are wrong."""
     seen: dict[str, str] = {}
-    for name, short in sorted(names.items(), key=lambda item: item[1]):
-        bare = _bare(short)
-        key = bare if bare in taken else short
-        if key in seen and key in taken:
-            raise CheckpointError(f"{seen[key]} and {name} are both the model's {key}; keep one of them")
-        seen[key] = name
+    for name, short in result.items():
+        if short in seen:
+            raise CheckpointError(f"{seen[short]} and {name} are both the model's {short}; keep one of them")
+        seen[short] = name
+    for name, short in names.items():
+        if seen.get(short, name) != name:
+            raise CheckpointError(f"{seen[short]} and {name} are both the model's {short}; keep one of them")

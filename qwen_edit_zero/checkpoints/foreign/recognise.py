@@ -8,6 +8,7 @@ from qwen_edit_zero.checkpoints.foreign.dcp import looks_like_dcp, open_dcp
 from qwen_edit_zero.checkpoints.foreign.deepspeed import open_deepspeed
 from qwen_edit_zero.checkpoints.foreign.deepspeed_folder import looks_like_deepspeed
 from qwen_edit_zero.checkpoints.foreign.source import ForeignState
+from qwen_edit_zero.errors import CheckpointError
 
 
 def is_foreign(path: Path) -> bool:
@@ -18,4 +19,9 @@ def is_foreign(path: Path) -> bool:
 def open_foreign(path: Path) -> ForeignState:
     """Describe the checkpoint of another program. Raises CheckpointError if it is not whole."""
     assert is_foreign(path), path
-    return open_dcp(path) if looks_like_dcp(path) else open_deepspeed(path)
+    try:
+        return open_dcp(path) if looks_like_dcp(path) else open_deepspeed(path)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path} is damaged, or laid out in a way that is not known here ({type(error).__name__}: {error})"
+        ) from error

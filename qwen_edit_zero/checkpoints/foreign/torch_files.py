@@ -11,6 +11,7 @@ import io
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.safetensors_file import ITEM_SIZE, element_count
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_MOST_PICKLE = 2 * 2**30  # bytes; larger ones are no description of tensors
+_MOST_PICKLE = 2**30  # bytes; larger ones are no description of tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +120,8 @@ def read_torch_file(path: Path, offset: int = 0, size: int | None = None) -> Tor
 
 def _read(path: Path, fd: int, start: int, length: int) -> TorchFile:
     try:
-        archive = zipfile.ZipFile(_Window(fd, start, length))
-        entries = {info.filename: info for info in archive.infolist()}
-    except (zipfile.BadZipFile, ValueError, struct.error) as error:
+        entries = {info.filename: info for info in zipfile.ZipFile(_Window(fd, start, length)).infolist()}
+    except Exception as error:  # a damaged directory can fail in any way
         beginning = os.pread(fd, 2, start)
         if beginning[:1] == b"\x80":
             raise CheckpointError(
@@ -135,27 +135,34 @@ def _read(path: Path, fd: int, start: int, length: int) -> TorchFile:
     if len(pickles) != 1:
         raise CheckpointError(f"{path} is a zip archive, but not one written by torch.save (no data.pkl)")
     prefix = pickles[0].removesuffix("data.pkl")
-    if entries[pickles[0]].file_size > _MOST_PICKLE:
-        raise CheckpointError(
-            f"{path}: its data.pkl has {entries[pickles[0]].file_size} bytes, which is no description"
-        )
-    if f"{prefix}byteorder" in entries and archive.read(f"{prefix}byteorder") != b"little":
+    records = {name: _record(path, fd, start, length, info) for name, info in entries.items()}
+    byteorder = records.get(f"{prefix}byteorder")
+    if byteorder is not None and _content(fd, byteorder) != b"little":
         raise CheckpointError(f"{path} was written on a big-endian machine; only little-endian files are read here")
-    storages = {}
-    for name, info in entries.items():
-        if name.startswith(f"{prefix}data/"):
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise CheckpointError(f"{path}: {name} is compressed, which torch.save never does")
-            at = start + _data_offset(path, fd, start, info)
-            if at + info.file_size > start + length:
-                raise CheckpointError(f"{path}: {name} reaches beyond the end of the file; it is cut short or damaged")
-            storages[name.removeprefix(f"{prefix}data/")] = StoredBytes(path, at, info.file_size, info.CRC or None)
+    head = f"{prefix}data/"
+    storages = {name.removeprefix(head): record for name, record in records.items() if name.startswith(head)}
     try:
-        return TorchFile(path, load_pickle(archive.read(pickles[0])), storages)
+        return TorchFile(path, load_pickle(_content(fd, records[pickles[0]])), storages)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except zipfile.BadZipFile:
-        raise CheckpointError(f"{path} is damaged: its data.pkl does not match its CRC-32") from None
+
+
+def _record(path: Path, fd: int, start: int, length: int, info: zipfile.ZipInfo) -> StoredBytes:
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise CheckpointError(f"{path}: {info.filename} is compressed, which torch.save never does")
+    offset = _data_offset(path, fd, start, info)
+    if offset + info.file_size > length:
+        raise CheckpointError(f"{path}: {info.filename} reaches beyond the end of the file; it is cut short or damaged")
+    return StoredBytes(path, start + offset, info.file_size, info.CRC or None)
+
+
+def _content(fd: int, record: StoredBytes) -> bytes:
+    if record.size > _MOST_PICKLE:
+        raise CheckpointError(f"its description of tensors has {record.size} bytes, which is too much to be one")
+    content = os.pread(fd, record.size, record.offset)
+    if len(content) != record.size or zlib.crc32(content) != (record.crc32 or zlib.crc32(content)):
+        raise CheckpointError("it is damaged: its description of tensors does not match its CRC-32")
+    return content
 
 
 def _data_offset(path: Path, fd: int, start: int, info: zipfile.ZipInfo) -> int:
