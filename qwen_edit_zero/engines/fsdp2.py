@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from qwen_edit_zero.engines.blocks import repeated_blocks
@@ -25,6 +25,9 @@ class FSDP2Engine(TorchEngine):
 
     Computation and gathering in bf16/fp16, gradient reduction in fp32. FSDP2 cannot shard 0-d parameters: those are
     replicated and their gradients summed here.
+
+    With `engine.cpu_offload` shards, their gradients and moments are in host memory, and AdamW runs there; a block's
+    shards are copied to the device for gathering. Replicated parameters stay on the device.
     """
 
     name = "fsdp2"
@@ -43,34 +46,46 @@ class FSDP2Engine(TorchEngine):
     def _wrap(self, module: torch.nn.Module) -> None:
         low_precision = None if self._dtype is torch.float32 else self._dtype
         policy = MixedPrecisionPolicy(param_dtype=low_precision, reduce_dtype=torch.float32)
+        offload = CPUOffloadPolicy(pin_memory=self._pins_memory()) if self._offloads() else OffloadPolicy()
         scalars = {parameter for parameter in module.parameters() if parameter.ndim == 0}
-        for block in _shardable_blocks(module):
+        blocks = _shardable_blocks(module)
+        for block in blocks:
             fully_shard(
                 block,
                 mesh=self._mesh,
                 reshard_after_forward=self._settings.engine.reshard_after_forward,
                 mp_policy=policy,
+                offload_policy=offload,
                 ignored_params=scalars,
             )
         # The root's own parameters are needed again as soon as backward starts, so they stay gathered.
-        fully_shard(module, mesh=self._mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=scalars)
+        fully_shard(
+            module,
+            mesh=self._mesh,
+            reshard_after_forward=False,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=scalars,
+        )
         for part in _fsdp_modules(module):
             part.set_gradient_divide_factor(1.0)  # sums, not means
             part.set_force_sum_reduction_for_comms(True)  # gloo knows no pre-multiplied sum
+        if self._settings.engine.prefetch_blocks is not None:
+            _prefetch(blocks, self._settings.engine.prefetch_blocks)
         replace_parameters(module, self._with_memory)
 
+    def _offloads(self) -> bool:
+        return self._settings.engine.cpu_offload
+
+    def _pins_memory(self) -> bool:
+        # There is nothing to copy to where the device is the CPU.
+        return self._settings.engine.pin_memory and self.device.type != "cpu"
+
     def _with_memory(self, _: str, parameter: torch.nn.Parameter) -> torch.Tensor:
-        if not isinstance(parameter, DTensor):
-            return torch.empty_like(parameter, device=self.device)
-        local = torch.empty_like(parameter.to_local(), device=self.device)
-        return DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        if self._offloads() and isinstance(parameter, DTensor):
+            # Pinned from the start: FSDP2 would do it in the first forward pass, with the unpinned copy still held.
+            return torch.empty_like(parameter, device="cpu", pin_memory=self._pins_memory())
+        return torch.empty_like(parameter, device=self.device)
 
     def _after_values(self, module: torch.nn.Module) -> torch.nn.Module:
         return module
@@ -122,6 +137,14 @@ def _make_mesh(device: torch.device, ranks: int, shard_size: int | None) -> Devi
             f"shard groups. Sizes that do: {', '.join(map(str, fitting))}."
         )
     return init_device_mesh(device.type, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+
+
+def _prefetch(blocks: Sequence[torch.nn.Module], count: int) -> None:
+    """Have each block start gathering the next `count` ones, in forward and in backward order."""
+    sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    for i, block in enumerate(sharded):
+        block.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + count])
+        block.set_modules_to_backward_prefetch(sharded[max(0, i - count) : i][::-1])
 
 
 def _fsdp_modules(module: torch.nn.Module) -> list[FSDPModule]:

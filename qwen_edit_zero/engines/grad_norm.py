@@ -17,12 +17,15 @@ def global_norm(
 
     `gradients` are this rank's, each element held by one rank only. Norms of single tensors are computed in fp32 and
     summed in fp64, in rank order on every rank: no reduction order of a communication library can make two ranks
-    differ. Not finite if any gradient is not.
+    differ. Not finite if any gradient is not. Gradients may lie on several devices; `device` is the collective's.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
-    gradients = [gradient for gradient in gradients if gradient.numel()]
-    if gradients:
-        squares += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            by_device.setdefault(gradient.device, []).append(gradient)
+    for alike in by_device.values():
+        squares += torch.stack(torch._foreach_norm(alike)).double().square().sum().to(device)
     if reduce:
         by_rank = squares.new_zeros(dist.get_world_size(group))
         by_rank[dist.get_rank(group)] = squares

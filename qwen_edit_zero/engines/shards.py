@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from qwen_edit_zero.engines.quantized import QuantizedMoment
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM, FlatRange, TensorSource
 
@@ -24,7 +25,7 @@ class Shard:
         shape: shape of the whole parameter.
         start: flat index of the first element held.
         values: 1-D view; fp32 master values of trained parameters, the compute precision for frozen ones.
-        moments: 1-D views by name, as long as `values`; empty for frozen parameters.
+        moments: 1-D views by name, as long as `values`, in fp32 or 8 bits; empty for frozen parameters.
         replicated: every rank holds the same shard (else it is one of several that make up the parameter).
     """
 
@@ -32,10 +33,10 @@ class Shard:
     shape: tuple[int, ...]
     start: int
     values: torch.Tensor
-    moments: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    moments: Mapping[str, torch.Tensor | QuantizedMoment] = field(default_factory=dict)
     replicated: bool = False
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor | QuantizedMoment]:
         """`values` and moments by kind."""
         return {PARAM: self.values, **self.moments}
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qwen_edit_zero.engines.adamw import make_adamw, prime_state, set_step
+from qwen_edit_zero.engines.adamw import flat_moments, make_optimizer, prime_state, set_lr, set_step
 from qwen_edit_zero.engines.base import ParallelEngine, Scalars, StepResult
 from qwen_edit_zero.engines.blocks import prepare_blocks
 from qwen_edit_zero.engines.collectives import first_names
@@ -20,10 +20,10 @@ from qwen_edit_zero.engines.initial_values import InitialValues
 from qwen_edit_zero.engines.loss_scale import LossScale
 from qwen_edit_zero.engines.parameters import frozen, move_buffers, to_meta, trained
 from qwen_edit_zero.engines.precision import DTYPES
+from qwen_edit_zero.engines.quantized import QuantizedMoment
 from qwen_edit_zero.engines.ranks import arrange_ranks
 from qwen_edit_zero.engines.scalars import optimizer_steps
 from qwen_edit_zero.engines.shards import (
-    MOMENTS,
     Shard,
     check_state,
     gather_whole,
@@ -102,7 +102,7 @@ class TorchEngine(ParallelEngine):
             if (local := self._local(parameter.detach())).numel():
                 self._stand_ins[name] = torch.nn.Parameter(local)
         self._clip_norm = optimizer.clip_norm
-        self._optimizer = make_adamw(list(self._stand_ins.values()), optimizer, self.device)
+        self._optimizer = make_optimizer(list(self._stand_ins.values()), optimizer, self.device)
         prime_state(self._optimizer, self._stand_ins.values())
         module.train()
 
@@ -140,7 +140,7 @@ class TorchEngine(ParallelEngine):
             factor = clip_coefficient(norm, self._clip_norm) / scale
             if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
-            self._optimizer.param_groups[0]["lr"] = lr
+            set_lr(self._optimizer, lr)
             if gradients:
                 self._optimizer.step()
             self._steps += 1
@@ -174,13 +174,15 @@ class TorchEngine(ParallelEngine):
 
     # State ---------------------------------------------------------------------------------------------------------
 
-    def _shard(self, name: str, parameter: torch.nn.Parameter, moments: Mapping[str, torch.Tensor]) -> Shard:
+    def _shard(
+        self, name: str, parameter: torch.nn.Parameter, moments: Mapping[str, torch.Tensor | QuantizedMoment]
+    ) -> Shard:
         return Shard(
             name=name,
             shape=tuple(parameter.shape),
             start=self._start(parameter),
             values=self._local(parameter.detach()).view(-1),
-            moments={kind: tensor.view(-1) for kind, tensor in moments.items()},
+            moments=moments,
             replicated=self._is_replicated(parameter),
         )
 
@@ -189,8 +191,8 @@ class TorchEngine(ParallelEngine):
         shards = []
         for name, parameter in trained(self.module).items():
             stand_in = self._stand_ins.get(name)
-            state = {} if stand_in is None else self._optimizer.state[stand_in]
-            shards.append(self._shard(name, parameter, {kind: state[kind] for kind in MOMENTS if kind in state}))
+            moments = {} if stand_in is None else flat_moments(self._optimizer, stand_in)
+            shards.append(self._shard(name, parameter, moments))
         return shards
 
     def _frozen_shards(self) -> list[Shard]:

@@ -135,12 +135,43 @@ def _engine(report: _Report) -> None:
     backend = report.at("engine.backend")
     if report.settings.engine.backend != "fsdp2":
         report.no_effect(
-            ("engine.shard_size", "engine.reshard_after_forward", "engine.reduce_every_micro_batch"),
+            (
+                "engine.shard_size",
+                "engine.reshard_after_forward",
+                "engine.prefetch_blocks",
+                "engine.reduce_every_micro_batch",
+            ),
             f"{backend} has no such option",
         )
+    _offloading(report)
     if report.settings.engine.backend != "deepspeed" and report.settings.engine.deepspeed is not None:
         places = [place for name, place in report.sources.items() if name.startswith("engine.deepspeed")]
         report.add(f"engine.deepspeed ({places[0]}) is given, but {backend} is no DeepSpeed; remove one of them")
+
+
+def _offloading(report: _Report) -> None:
+    engine, optimizer = report.settings.engine, report.settings.optimizer
+    if engine.cpu_offload and engine.backend != "fsdp2":
+        report.add(
+            f"{report.at('engine.cpu_offload')} is for FSDP2, but {report.at('engine.backend')}; DeepSpeed offloads by "
+            "its JSON (--ds ds_configs/zero2_offload.json or zero3_offload.json), DDP not at all"
+        )
+    if not engine.cpu_offload:
+        why = f"{report.at('engine.cpu_offload')} keeps nothing in host memory"
+        report.no_effect(("engine.pin_memory",), why)
+    if optimizer.kind == "adamw_8bit":
+        kind = report.at("optimizer.kind")
+        if engine.backend == "deepspeed":
+            report.add(
+                f"{kind} does not go with {report.at('engine.backend')}, whose flat masters would put several "
+                "parameters into a block of 8-bit moments; use --engine fsdp2, which shards as much, or offload the "
+                "optimizer state (ds_configs/zero2_offload.json, zero3_offload.json)"
+            )
+        elif engine.cpu_offload:
+            report.add(
+                f"{kind} does not go with {report.at('engine.cpu_offload')}: 8-bit moments are for GPU memory, and "
+                "there is no fast kernel for them on CPUs; use one of the two"
+            )
 
 
 def _sampling(report: _Report) -> None:

@@ -78,6 +78,7 @@ class BatchSettings(Section):
 class OptimizerSettings(Section):
     """AdamW and gradient clipping."""
 
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"  # 8bit: moments take 2 bytes a parameter, not 8 (DDP, FSDP2)
     lr: Annotated[float, Field(gt=0)] = 1e-5  # peak learning rate
     # decay of the running means of the gradient and of its square
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
@@ -123,6 +124,10 @@ class EngineSettings(Section):
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: GPUs where there are any
     shard_size: Positive | None = None  # FSDP2: ranks in a shard group; None: all. Fewer: hybrid sharding
     reshard_after_forward: bool = True  # FSDP2: free gathered weights after forward; False: faster, more memory
+    prefetch_blocks: Positive | None = None  # FSDP2: blocks gathered ahead of the computing one; None: one
+    cpu_offload: bool = False  # FSDP2: parameters, gradients and moments in host memory, AdamW on the CPU
+    # FSDP2, cpu_offload: page-locked, for copies beside computing; torch rounds each tensor up to a power of two
+    pin_memory: bool = True
     reduce_every_micro_batch: bool = True  # FSDP2: keep only shards of gradients; False: less traffic, whole gradients
     sequence_parallel: Positive = 1  # ranks that split the tokens of each sample between them; 1: none
     deepspeed: dict[str, Any] | None = None  # the DeepSpeed JSON, merged and complete, when backend is deepspeed

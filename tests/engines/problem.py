@@ -33,11 +33,11 @@ class OddModel(torch.nn.Module):
 
     _repeated_blocks = QwenImageTransformer2DModel._repeated_blocks
 
-    def __init__(self, *, frozen: bool, layers: int = 2) -> None:
+    def __init__(self, *, frozen: bool, layers: int = 2, heads: int = 2) -> None:
         super().__init__()
         self.transformer = QwenImageTransformer2DModel(
             in_channels=CHANNELS, out_channels=CHANNELS // 4, num_layers=layers, attention_head_dim=8,
-            num_attention_heads=2, joint_attention_dim=TEXT_WIDTH, axes_dims_rope=(2, 2, 4),
+            num_attention_heads=heads, joint_attention_dim=TEXT_WIDTH, axes_dims_rope=(2, 2, 4),
         )  # fmt: skip
         self.before = torch.nn.Linear(CHANNELS, CHANNELS)
         self.after = torch.nn.Linear(CHANNELS, CHANNELS, bias=False)
@@ -55,9 +55,9 @@ class OddModel(torch.nn.Module):
         return (self.after(hidden) * self.gain).view(hidden.shape)  # a view, as the transformer's own output is
 
 
-def make_model(*, frozen: bool = False, layers: int = 2) -> OddModel:
+def make_model(*, frozen: bool = False, layers: int = 2, heads: int = 2) -> OddModel:
     torch.manual_seed(7)
-    return OddModel(frozen=frozen, layers=layers)
+    return OddModel(frozen=frozen, layers=layers, heads=heads)
 
 
 def make_engine_model(engine: ParallelEngine, *, frozen: bool = False, layers: int = 2) -> OddModel:

@@ -25,6 +25,8 @@ def complete_config(settings: Settings, optimizer: OptimizerSettings, world_size
 
     Sizes of batches are nominal (one sample per rank): accumulation is controlled micro-batch by micro-batch, and
     losses are divided by the trainer. Optimizer and scheduler are built outside of DeepSpeed.
+
+    Raises SettingsError for what DeepSpeed would do in a way that cannot be saved.
     """
     assert settings.engine.deepspeed is not None
     config = copy.deepcopy(settings.engine.deepspeed)
@@ -52,6 +54,13 @@ def complete_config(settings: Settings, optimizer: OptimizerSettings, world_size
         # DeepSpeed's throughput meter synchronises the device in every forward pass.
         timers={"throughput": {"enabled": False, "synchronized": False}},
     )
+    if optimizer.kind != "adamw":
+        raise SettingsError(
+            f"optimizer.kind is {optimizer.kind} with DeepSpeed: ZeRO lays parameters end to end in flat masters, in "
+            f"which blocks of 8-bit moments would span several parameters and could not be saved exactly. Use "
+            f"engine.backend=fsdp2, which shards as much, or keep adamw and offload its state "
+            f"(ds_configs/zero{2 if stage < 3 else 3}_offload.json)."
+        )
     zero = config["zero_optimization"]
     offload = zero.get("offload_optimizer") or {}
     if offload.get("device") == "nvme":
