@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from qwen_edit_zero.checkpoints import disk
 from qwen_edit_zero.checkpoints.retention import Retention
 from qwen_edit_zero.checkpoints.validity import latest_checkpoint, verify_checkpoint
 from qwen_edit_zero.errors import QwenEditError, RunError, StorageError
@@ -93,6 +95,37 @@ def test_too_little_space_is_found_before_anything_is_written(small_disk: Path) 
     with pytest.raises(StorageError, match=r"needs 3\d\.\d kB, and .* has .* free"):
         save(small_disk, 2)
     assert [p.name for p in small_disk.iterdir()] == ["other"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize(
+    "name", ["rank-00000.safetensors", "rank-00000.ranges", "ranges.safetensors", "run_state.json", "manifest.json.tmp"]
+)
+def test_storage_that_fails_at_any_file_is_told_with_advice_and_leaves_nothing(
+    number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    real = disk.ChecksummedFile.write
+
+    def write(file: disk.ChecksummedFile, data: Any) -> None:
+        if file.path.name == name:
+            raise OSError(number, os.strerror(number), str(file.path))
+        real(file, data)
+
+    monkeypatch.setattr(disk.ChecksummedFile, "write", write)
+    with pytest.raises(StorageError) as caught:
+        save(tmp_path, 2)
+    assert f"{os.strerror(number)} ({tmp_path / '.step-00000002.partial' / name}); " in str(caught.value)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    assert differing_bytes(tmp_path / "step-00000001", made_up_state(1)) == 0
+
+
+def test_a_file_system_that_turns_read_only(small_disk: Path) -> None:
+    save(small_disk, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(StorageError, match=r"Read-only file system .*; the file system is read-only now"):
+        save(small_disk, 2)
+    assert differing_bytes(small_disk / "step-00000001", made_up_state(1)) == 0
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
-from qwen_edit_zero.checkpoints.backup import backup_checkpoint
+from qwen_edit_zero.checkpoints.backup import backup_checkpoint, open_backup
 from qwen_edit_zero.checkpoints.describe import list_checkpoints, show_checkpoint, verify_text
+from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.retention import Retention, prune
 from qwen_edit_zero.checkpoints.validity import verify_checkpoint
 from qwen_edit_zero.errors import CheckpointError, StorageError
-from tests.checkpoints.states import differing_bytes, made_up_state, save
+from qwen_edit_zero.flat_state import FlatRange
+from tests.checkpoints.states import differing_bytes, made_up_state, owned_ranges, save
+from tests.ranks import run_ranks
 
 
 def _names(folder: Path) -> list[str]:
@@ -37,6 +47,46 @@ def test_the_one_just_written_stays_also_among_later_steps_of_an_earlier_run(tmp
         save(tmp_path, step)
     save(tmp_path, 50, retention=Retention(keep=2))
     assert _names(tmp_path) == ["step-00000050", "step-00000300"]
+
+
+def test_every_nth_and_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
+    losses = {10: 5.0, 20: 1.0, 30: None, 40: 2.0, 50: 2.0, 60: 9.0}
+    for step, loss in losses.items():
+        save(tmp_path, step, metrics={} if loss is None else {"loss": loss})
+    assert [p.name for p in prune(tmp_path, Retention(keep=1, every=30, best=2))] == ["step-00000040", "step-00000010"]
+    assert _names(tmp_path) == [f"step-000000{step}" for step in (20, 30, 50, 60)]
+
+
+def test_a_damaged_one_is_not_among_the_best(tmp_path: Path) -> None:
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        save(tmp_path, step, metrics={"loss": loss})
+    (tmp_path / "step-00000001" / "rank-00000.safetensors").unlink()
+    assert prune(tmp_path, Retention(keep=1, best=1)) == []
+    assert _names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def _read_meanwhile(rank: int, world: int, path: Path, begun: Any, over: Any) -> None:
+    with CheckpointReader(path):
+        begun.touch()
+        while not over.exists():
+            time.sleep(0.01)
+
+
+def test_what_another_process_reads_goes_only_when_it_has_been_read(tmp_path: Path) -> None:
+    folder, begun, over = tmp_path / "checkpoints", tmp_path / "begun", tmp_path / "over"
+    oldest = save(folder, 1)
+    for step in (2, 3):
+        save(folder, step)
+    reading = threading.Thread(
+        target=run_ranks, args=(_read_meanwhile, 1, oldest, begun, over), kwargs={"init_process_group": False}
+    )
+    reading.start()
+    while not begun.exists():
+        time.sleep(0.01)
+    assert [p.name for p in prune(folder, Retention(keep=1))] == ["step-00000002"]
+    over.touch()
+    reading.join()
+    assert prune(folder, Retention(keep=1)) == [oldest]
 
 
 def test_files_of_others_are_never_deleted(tmp_path: Path) -> None:
@@ -82,6 +132,67 @@ def test_a_damaged_checkpoint_is_not_backed_up(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"rank-00000\.safetensors is damaged"):
         backup_checkpoint(path, tmp_path / "backup")
     assert _names(tmp_path / "backup") == []
+
+
+class _Forgetful(MemoryFileSystem):  # type: ignore[misc]
+    """An object store that loses the end of large objects."""
+
+    protocol = "forgetful"
+    store: dict[str, Any] = {}
+    pseudo_dirs = [""]
+
+    def _open(self, path: str, mode: str = "rb", **more: Any) -> Any:
+        file = super()._open(path, mode, **more)
+        if mode == "rb" and path.endswith("rank-00000.safetensors"):
+            return io.BytesIO(file.read()[:-1] + b"?")
+        return file
+
+
+def _from_memory(root: str, folder: Path) -> Path:
+    MemoryFileSystem().get(root, str(folder), recursive=True)
+    return folder
+
+
+def test_backup_to_an_object_store_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    place = open_backup("memory://bucket/run")
+    path = save(tmp_path / "run", 4)
+    assert place.copy(path) == "memory://bucket/run/step-00000004"
+    assert place.copy(path) == "memory://bucket/run/step-00000004"
+    back = _from_memory("/bucket/run/step-00000004", tmp_path / "step-00000004")
+    assert differing_bytes(back, made_up_state(4)) == 0
+    assert verify_checkpoint(back) == ()
+
+
+def test_another_save_of_the_step_takes_the_place_of_the_copy(tmp_path: Path) -> None:
+    place = open_backup("memory://bucket/again")
+    place.copy(save(tmp_path / "run", 4, ranges=lambda: owned_ranges(made_up_state(8), 0, 1, 0)))
+    place.copy(save(tmp_path / "run", 4))
+    back = _from_memory("/bucket/again/step-00000004", tmp_path / "step-00000004")
+    assert differing_bytes(back, made_up_state(4)) == 0
+
+
+def test_a_copy_that_reads_back_differently_is_no_checkpoint(tmp_path: Path) -> None:
+    fsspec.register_implementation("forgetful", _Forgetful, clobber=True)
+    path = save(tmp_path / "run", 4)
+    with pytest.raises(StorageError, match=r"rank-00000\.safetensors in .* reads back differently"):
+        open_backup("forgetful://bucket/run").copy(path)
+    assert not _Forgetful().exists("/bucket/run/step-00000004/manifest.json")
+
+
+def test_a_file_url_is_a_folder(tmp_path: Path) -> None:
+    path = save(tmp_path / "run", 4)
+    assert open_backup(f"file://{tmp_path}/the%20copy").copy(path) == str(tmp_path / "the copy" / "step-00000004")
+    assert verify_checkpoint(tmp_path / "the copy" / "step-00000004") == ()
+
+
+def test_kinds_of_any_name_travel(tmp_path: Path) -> None:
+    average = torch.arange(6.0)
+    ranges = [FlatRange("w", kind, (2, 3), 0, average + i) for i, kind in enumerate(("param", "ema", "state1"))]
+    ranges.append(FlatRange("w", "absmax", (3,), 0, torch.ones(3, dtype=torch.uint8)))
+    with CheckpointReader(save(tmp_path, 1, ranges=ranges)) as reader:
+        assert reader.kinds() == ("param", "ema", "state1", "absmax")
+        assert torch.equal(reader.read("w", 1, 4, "ema"), average[1:5] + 1)
+        assert reader.dtype("w", "absmax") == "U8"
 
 
 def test_list_show_and_verify(tmp_path: Path) -> None:
