@@ -19,6 +19,7 @@ from qwen_edit_zero.edit_model.freezing import freeze
 from qwen_edit_zero.edit_model.initial import initial_source
 from qwen_edit_zero.edit_model.sequence_parallel import check_heads, split_sequences
 from qwen_edit_zero.edit_model.transformer import build_transformer
+from qwen_edit_zero.engines.adamw import check_optimizer
 from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.factory import make_engine
 from qwen_edit_zero.engines.precision import DTYPES
@@ -42,6 +43,7 @@ def train(loaded: LoadedSettings, identity: Identity, resume: str) -> int:
     """Run training on this rank to its end; returns the exit status. Raises UserError and RunError."""
     settings = loaded.settings
     folder = open_model_folder(settings.model.path)  # before ranks meet: a wrong path then costs nobody a time-out
+    check_optimizer(settings.optimizer)
     check_heads(settings.engine.sequence_parallel, int(folder.transformer_config["num_attention_heads"]))
     device = process_group.start(
         identity, timeout_seconds=settings.engine.timeout_seconds, device=settings.engine.device
