@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 
+from qwen_edit_zero.checkpoints import consolidation_plan, consolidation_writer
 from qwen_edit_zero.checkpoints.components import LINKED_FROM
 from qwen_edit_zero.checkpoints.consolidate import consolidate
 from qwen_edit_zero.checkpoints.manifest import LoraReference, ModelReference
@@ -96,7 +97,12 @@ def test_the_pipeline_loads_the_folder(run: Path, trained: Weights, tmp_path: Pa
     assert (provenance["step"], provenance["dtype"]) == (3, "fp32")
 
 
-def test_adapters_are_merged(base: ModelFolder, base_weights: Weights, tmp_path: Path) -> None:
+@pytest.mark.parametrize("window", [2**20, 1000])
+def test_adapters_are_merged(
+    window: int, base: ModelFolder, base_weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consolidation_plan, "WINDOW", window)
+    monkeypatch.setattr(consolidation_plan, "PART", 3 * window)
     target = "transformer_blocks.0.attn.to_q"
     a, b = (
         torch.randn(4, base_weights[f"{target}.weight"].shape[1]),
@@ -112,6 +118,21 @@ def test_adapters_are_merged(base: ModelFolder, base_weights: Weights, tmp_path:
         right = base_weights[name] + (0.5 * b @ a if name == f"{target}.weight" else 0)
         torch.testing.assert_close(weight, right, rtol=1e-6, atol=1e-6)
     assert not (out / "vae").exists()
+
+
+def test_averaged_weights_are_written_on_request(base: ModelFolder, trained: Weights, tmp_path: Path) -> None:
+    moved = {n: w for n, w in trained.items() if n not in FROZEN}
+    state: State = {(name, "param"): w for name, w in moved.items()}
+    state |= {(name, "ema"): w + 1 for name, w in moved.items()}
+    path = save(tmp_path, 3, ranges=lambda: owned_ranges(state, 0, 1, 3), model=_reference(base))
+    options: Any = {"dtype": "fp32", "open_model": open_model_folder, "components": "none", "weights": "ema"}
+    out = consolidate(path, tmp_path / "out", **options)
+    model = QwenImageTransformer2DModel.from_pretrained(out / "transformer", torch_dtype=torch.float32)
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, trained[name] if name in FROZEN else trained[name] + 1), name
+    without = _save_weights(tmp_path / "without", moved, _reference(base))
+    with pytest.raises(CheckpointError, match="holds no averaged weights: its run had no EMA"):
+        consolidate(without, tmp_path / "out2", **options)
 
 
 def test_a_model_that_was_moved_is_found_by_base_model(base: ModelFolder, run: Path, tmp_path: Path) -> None:
@@ -233,6 +254,28 @@ def test_killed_on_the_way_leaves_nothing_that_looks_finished(interrupted: Path,
     assert not interrupted.exists()
     consolidate(run, interrupted, dtype="fp32", open_model=open_model_folder, components="none")
     assert [p.name for p in interrupted.parent.iterdir()] == ["out"]
+
+
+def test_killed_on_the_way_goes_on_where_it_was(
+    run: Path, trained: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consolidation_writer, "_NOTED_EVERY", -1.0)
+    child = os.fork()
+    options: Any = {"dtype": "fp32", "open_model": open_model_folder, "threads": 1, "shard_bytes": 4 * 2**20}
+    if child == 0:
+        consolidate(
+            run, tmp_path / "out", **options,
+            progress=lambda done, total: os.kill(os.getpid(), 9) if done > total / 2 else None,
+        )  # fmt: skip
+    assert os.waitpid(child, 0)[1] == 9
+    with (tmp_path / ".out.partial" / "transformer" / ".journal").open("a") as journal:
+        journal.write("7")  # cut off while it was written
+    seen: list[int] = []
+    out = consolidate(run, tmp_path / "out", **options, progress=lambda done, _: seen.append(done))
+    assert seen[0] > sum(w.nbytes for w in trained.values()) // 4
+    model = QwenImageTransformer2DModel.from_pretrained(out / "transformer", torch_dtype=torch.float32)
+    assert all(torch.equal(weight, trained[name]) for name, weight in model.named_parameters())
+    assert not (out / "transformer" / ".journal").exists()
 
 
 def test_large_files_are_linked_unless_copies_are_asked_for(base: ModelFolder, run: Path, tmp_path: Path) -> None:
