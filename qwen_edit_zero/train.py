@@ -14,6 +14,7 @@ if __name__ == "__main__":
     _here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [os.path.dirname(_here)] + [p for p in sys.path if os.path.abspath(p or ".") != _here]
 
+from qwen_edit_zero.cluster.device_setup import choose_allocator
 from qwen_edit_zero.cluster.failure import run_guarded
 from qwen_edit_zero.cluster.identity import discover, guess_ranks
 from qwen_edit_zero.settings.command_line import parse_train_arguments, train_parser
@@ -52,6 +53,7 @@ def _run(given: list[str], prog: str) -> int:
         return 0
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is told in words, not as a C++ stack
+    choose_allocator(loaded.settings)
     from qwen_edit_zero.training.run import train  # imports torch: everything cheap has been checked before
 
     return train(loaded, identity, arguments.resume)

@@ -59,9 +59,14 @@ def load_scheduler(folder: ModelFolder) -> FlowMatchEulerDiscreteScheduler:
 
 
 def load_vae(
-    folder: ModelFolder, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    folder: ModelFolder,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
 ) -> AutoencoderKLQwenImage:
-    """The frozen VAE, in eval mode."""
+    """The frozen VAE, in eval mode; `channels_last`: its convolutions in that layout, with results equal but rounded
+    otherwise."""
     with _quiet():
         vae, info = AutoencoderKLQwenImage.from_pretrained(
             folder.path / "vae",
@@ -71,7 +76,17 @@ def load_vae(
             output_loading_info=True,
         )
     _refuse_incomplete(folder, "vae", info)
-    return vae.to(device).eval().requires_grad_(False)
+    vae = vae.to(device).eval().requires_grad_(False)
+    return put_channels_last(vae) if channels_last else vae
+
+
+def put_channels_last(vae: AutoencoderKLQwenImage) -> AutoencoderKLQwenImage:
+    """Store the weights of all convolutions with channels innermost; what they compute is then laid out so too."""
+    for module in vae.modules():
+        if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d):
+            three_d = isinstance(module, torch.nn.Conv3d)
+            module.to(memory_format=torch.channels_last_3d if three_d else torch.channels_last)  # type: ignore[call-overload]
+    return vae
 
 
 def load_text_encoder(
@@ -98,8 +113,11 @@ def load_pipeline(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     transformer: torch.nn.Module | None = None,
+    channels_last: bool = False,
 ) -> DiffusionPipeline:
     """The variant's own pipeline around `transformer`; without one it conditions but cannot sample.
+
+    `channels_last` is for the VAE.
 
     Raises ModelFolderError if the tokenizer splits the prompt template into another number of tokens than the
     pipeline drops: every embedding would be shifted.
@@ -107,7 +125,7 @@ def load_pipeline(
     kind = QwenImageEditPipeline if folder.variant is Variant.EDIT else QwenImageEditPlusPipeline
     pipeline = kind(
         scheduler=load_scheduler(folder),
-        vae=load_vae(folder, device=device, dtype=dtype),
+        vae=load_vae(folder, device=device, dtype=dtype, channels_last=channels_last),
         text_encoder=load_text_encoder(folder, device=device, dtype=dtype),
         tokenizer=load_tokenizer(folder),
         processor=load_processor(folder),

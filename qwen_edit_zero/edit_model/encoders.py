@@ -44,6 +44,7 @@ class ConditioningEncoder:
         condition_area: pixels to which references are resized for the vision-language model (384 * 384); the first
             variant, Qwen-Image-Edit, shows it the picture of `vae_area` instead.
         device, dtype: where and in which precision the models compute.
+        channels_last: see `load_vae`.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class ConditioningEncoder:
         condition_area: int,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
     ) -> None:
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
+        self._channels_last = channels_last
         self.vae_area, self.condition_area = vae_area, condition_area
         self.fingerprint = conditioning_fingerprint(
             folder, vae_area=vae_area, condition_area=condition_area, dtype=dtype
@@ -101,7 +104,9 @@ class ConditioningEncoder:
 
     def _loaded(self) -> DiffusionPipeline:
         if self._pipeline is None:
-            self._pipeline = load_pipeline(self.folder, device=self.device, dtype=self.dtype)
+            self._pipeline = load_pipeline(
+                self.folder, device=self.device, dtype=self.dtype, channels_last=self._channels_last
+            )
         return self._pipeline
 
     def _for_vision(self, pipeline: DiffusionPipeline, picture: Image.Image) -> Image.Image:

@@ -39,4 +39,3 @@ def _check_device(settings: Settings, device: torch.device) -> None:
             f"precision is bf16, but {torch.cuda.get_device_name(device)} computes bf16 only by emulation; it needs "
             f"an A100 (compute capability 8.0) or newer. Use precision=fp16 on this device."
         )
-    torch.set_float32_matmul_precision("high" if settings.precision.tf32 else "highest")

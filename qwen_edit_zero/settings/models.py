@@ -111,10 +111,18 @@ class PrecisionSettings(Section):
     """Compute precision; weights and moments are kept in fp32 whatever it is."""
 
     mode: Literal["bf16", "fp16", "fp32"] = "bf16"  # of forward and backward
-    tf32: bool = True  # fp32 matrix products in TF32 where the GPU can
+    tf32: bool = True  # fp32 matrix products and convolutions in TF32 where the GPU can
     initial_loss_scale: Annotated[float, Field(gt=0)] = 2.0**16  # fp16 only, as are the next two
     loss_scale_window: Positive = 1000  # steps without overflow after which the loss scale doubles
     min_loss_scale: Annotated[float, Field(gt=0)] = 1.0  # the loss scale never falls below it
+
+
+class GpuSettings(Section):
+    """What is set for a GPU as a whole; see docs/engines.md. Nothing of it matters on CPUs."""
+
+    expandable_segments: bool = True  # GPU memory in segments that grow, unless PYTORCH_ALLOC_CONF says otherwise
+    cudnn_benchmark: bool = False  # let cuDNN time its convolutions for each size; the bits of latents then vary
+    channels_last: bool = False  # the VAE's tensors with channels innermost, which may be faster
 
 
 class EngineSettings(Section):
@@ -170,6 +178,7 @@ class Settings(Section):
     schedule: ScheduleSettings = ScheduleSettings()
     flow: FlowSettings = FlowSettings()
     precision: PrecisionSettings = PrecisionSettings()
+    gpu: GpuSettings = GpuSettings()
     engine: EngineSettings = EngineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     sampling: SamplingSettings = SamplingSettings()

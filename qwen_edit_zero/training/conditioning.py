@@ -75,6 +75,7 @@ def condition(
         condition_area=data.condition_area,
         device=device,
         dtype=torch.bfloat16 if device.type == "cuda" and settings.precision.mode != "fp32" else torch.float32,
+        channels_last=settings.gpu.channels_last and device.type == "cuda",
     )
     cache = ConditioningCache(cache_folder, encoder.fingerprint)
     try:

@@ -9,6 +9,7 @@ import torch
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.cluster import process_group
 from qwen_edit_zero.cluster.collectives import barrier
+from qwen_edit_zero.cluster.device_setup import set_numerics
 from qwen_edit_zero.cluster.identity import Identity
 from qwen_edit_zero.edit_data.loader import BatchLoader
 from qwen_edit_zero.edit_data.manifest import dataset_fingerprint
@@ -48,6 +49,7 @@ def train(loaded: LoadedSettings, identity: Identity, resume: str) -> int:
     device = process_group.start(
         identity, timeout_seconds=settings.engine.timeout_seconds, device=settings.engine.device
     )
+    set_numerics(settings, device)
     try:
         return _Run(settings, settings_yaml(loaded), folder, identity, device, resume).go()
     finally:

@@ -71,7 +71,10 @@ class SamplePictures:
 
     def _write(self, out: Path, latents: dict[int, torch.Tensor]) -> None:
         """Decode with the VAE, which is loaded for this and released: training needs its memory."""
-        vae = load_vae(self._folder, device=self._engine.device)
+        device = self._engine.device
+        vae = load_vae(
+            self._folder, device=device, channels_last=self._settings.gpu.channels_last and device.type == "cuda"
+        )
         for index, latent in latents.items():
             held = self._held_out.samples[index]
             save_sample(
