@@ -9,7 +9,8 @@ that diffusers does in a way made for inference:
 
 - Shares may differ by one token. Diffusers wants lengths that divide (its variant for any length has no backward
   pass). Padding instead would need masks, which exclude the fast attention kernels.
-- Attention stays an ordinary differentiable operation. Diffusers' own computes it once more in every backward pass.
+- Attention stays an ordinary differentiable operation, of any backend. Diffusers' own has a few, and computes
+  PyTorch's once more in every backward pass.
 - Gathering has its true adjoint. Every rank of a group has the same loss and is to propagate 1 / ranks of it back; then
   the gradients of *all* parameters, in front of, between and behind the split parts, add up over all ranks to those of
   the loss.

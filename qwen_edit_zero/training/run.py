@@ -166,10 +166,12 @@ class _Run:
         settings, data = self.settings, conditioned.training
         if self.rank == 0:
             run_folder.write_settings(self.path, self.settings_text)
+        size = engine.ranks.sequence_size
+        shared = "" if size == 1 else f", {size} to a sample"
         self.say(
             f"{len(data.samples)} samples in {len(set(data.buckets))} buckets, {schedule.steps_per_epoch} steps an "
             f"epoch; training steps {first + 1} to {total_steps} under {engine.name} on {self.world} "
-            f"{'rank' if self.world == 1 else 'ranks'} ({self.device.type}, {settings.precision.mode})"
+            f"{'rank' if self.world == 1 else 'ranks'}{shared} ({self.device.type}, {settings.precision.mode})"
         )
         progress = Progress("step", total_steps, rank=self.rank, initial=first, every=settings.run.log_every)
         writer = (

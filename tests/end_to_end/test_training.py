@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from PIL import Image, ImageChops
 
 from tests.end_to_end.commands import BIN, ENGINE, ROOT, Ended, losses, metrics, run
 
@@ -33,6 +34,23 @@ def test_every_launcher_and_engine_gives_the_losses_of_a_single_process(runs: Pa
     assert losses(runs / name) == pytest.approx(losses(runs / "single"), rel=1e-5)
     norms = [[m["grad_norm"] for m in metrics(runs / n)] for n in (name, "single")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_ranks_that_split_sequences_give_the_losses_and_pictures_of_a_single_process(runs: Path, recipe: str) -> None:
+    arguments = [recipe, f"run.dir={runs}", "run.name=split", "engine.sequence_parallel=2"]
+    ended = run("torchrun", *ENGINE["fsdp2"], *arguments, cwd=runs)
+    assert ended.status == 0, ended.text
+    split, single = metrics(runs / "split"), metrics(runs / "single")
+    for name in ("loss", "grad_norm", "samples_seen"):
+        assert [m[name] for m in split] == pytest.approx([m[name] for m in single], rel=1e-5)
+    drawn = sorted((runs / "single" / "samples" / "step-00000004").glob("*.png"))
+    assert drawn
+    for file in drawn:
+        pair = [Image.open(f).convert("RGB") for f in (file, runs / "split" / file.relative_to(runs / "single"))]
+        assert max(high for _, high in ImageChops.difference(*pair).getextrema()) <= 2
+    ended = run("torchrun", *ENGINE["fsdp2"], recipe, f"run.dir={runs}", "engine.sequence_parallel=4", cwd=runs)
+    assert ended.status != 0
+    assert "engine.sequence_parallel 4 (override) does not divide 2 ranks; sizes that do: 1, 2" in ended.error
 
 
 def test_metrics_hold_what_is_promised(runs: Path) -> None:

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from diffusers import QwenImageTransformer2DModel
 
+from qwen_edit_zero.edit_model.lora import add_lora
 from qwen_edit_zero.edit_model.sequence_parallel import check_heads, split_sequences
 from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.factory import make_engine
 from qwen_edit_zero.errors import SettingsError
+from qwen_edit_zero.settings.models import LoraSettings
 from tests.engines import harness, problem
 from tests.engines.harness import MemorySource
 from tests.engines.problem import OPTIMIZER, POISONED_STEP
@@ -76,9 +78,7 @@ def plain() -> dict[bool, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("kind", "world"), CASES)
-def test_ranks_that_split_sequences_train_as_one_rank(
-    kind: str, world: int, plain: dict[bool, dict[str, Any]]
-) -> None:
+def test_ranks_that_split_sequences_train_as_one_rank(kind: str, world: int, plain: dict[bool, dict[str, Any]]) -> None:
     frozen = kind in ("ddp", "zero1")
     checkpointing = "selective" if (kind, world) == ("fsdp2", 4) else "none" if kind == "zero2" else "block"
     reports = [harness.unpacked(r) for r in run_ranks(train, world, kind, frozen, checkpointing)]
@@ -112,9 +112,14 @@ def one_sample_in_parts(rank: int, world: int, variant: dict[str, Any]) -> bytes
         in_channels=8, out_channels=2, num_layers=2, attention_head_dim=8, num_attention_heads=4,
         joint_attention_dim=12, axes_dims_rope=(2, 2, 4), zero_cond_t=variant["zero_cond_t"],
     )  # fmt: skip
+    if variant["lora"]:
+        add_lora(model, LoraSettings(rank=2, targets=("attn.to_q", "attn.add_v_proj")))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
     if variant["compile"]:
         for block in model.transformer_blocks:
-            block.forward = torch.compile(block.forward)  # as engines do
+            block.forward = torch.compile(block.forward, backend="aot_eager")  # traced, without the slow last stage
     if world > 1:
         split_sequences(model, dist.group.WORLD)
     generator = torch.Generator().manual_seed(1)
@@ -132,20 +137,26 @@ def one_sample_in_parts(rank: int, world: int, variant: dict[str, Any]) -> bytes
     for parameter in model.parameters():
         if world > 1 and parameter.grad is not None:
             dist.all_reduce(parameter.grad)
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {  # a parameter without a part in it may have none or zero
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     return harness.packed({"output": output.detach(), **gradients})
 
 
-VARIANTS = {
+DEFAULT = {"masked": False, "zero_cond_t": False, "lora": False, "compile": False, "text": 5}
+VARIANTS: dict[str, dict[str, Any]] = {
     "padded text": {"masked": True},
     "no conditioning noise on references": {"zero_cond_t": True},
+    "adapters": {"lora": True, "masked": True},
     "compiled": {"compile": True},
 }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_input_of_the_model_is_split_rightly(name: str) -> None:
-    variant = {"masked": False, "zero_cond_t": False, "text": 5, "compile": False} | VARIANTS[name]
+    variant = DEFAULT | VARIANTS[name]
     plain = harness.unpacked(one_sample_in_parts(0, 1, variant | {"compile": False}))
     world = 2 if variant["compile"] else 4
     for part in map(harness.unpacked, run_ranks(one_sample_in_parts, world, variant)):
@@ -160,7 +171,7 @@ def test_sizes_that_heads_or_ranks_cannot_be_split_into_are_refused() -> None:
 
 def refusals(rank: int, world: int) -> tuple[str, str]:
     with pytest.raises(SettingsError) as too_short:
-        one_sample_in_parts(rank, world, {"masked": False, "zero_cond_t": False, "text": 3, "compile": False})
+        one_sample_in_parts(rank, world, DEFAULT | {"text": 3})
     with pytest.raises(SettingsError) as uneven:
         make_engine(harness.engine_settings("ddp", sequence_parallel=3), device=harness.CPU)
     return str(too_short.value), str(uneven.value)

@@ -12,7 +12,7 @@ from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.settings.batch import derive_accumulation
 from qwen_edit_zero.settings.load import load_settings
 from qwen_edit_zero.settings.models import BatchSettings
-from tests.settings.loading import MINIMAL, message
+from tests.settings.loading import MINIMAL, load, message
 
 SIZES = st.integers(1, 200)
 
@@ -54,6 +54,25 @@ def test_an_uneven_batch_is_found_while_loading_with_the_places(tmp_path: Path) 
     )
     assert "global sizes that fit: 6, 12, 18" in text
     assert "numbers of ranks that fit both as they are: 1, 2, 4" in text
+
+
+def test_groups_that_split_sequences_count_as_one_rank(tmp_path: Path) -> None:
+    batch = BatchSettings(global_size=12, micro_size=2)
+    assert derive_accumulation(batch, 6, sequence_parallel=3) == derive_accumulation(batch, 2) == 3
+    split = ["engine.sequence_parallel=4"]
+    recipe = MINIMAL + "batch: {global_size: 2, micro_size: 1}\n"
+    assert load(tmp_path, recipe, world_size=8, overrides=split).settings.engine.sequence_parallel == 4
+    text = message(tmp_path, recipe, world_size=16, overrides=split)
+    assert "does not divide over 4 groups of 4 ranks with batch.micro_size 1" in text
+    assert "numbers of ranks that fit both as they are: 4, 8" in text
+    text = message(tmp_path, recipe, world_size=6, overrides=split)
+    assert "engine.sequence_parallel 4 (override) does not divide 6 ranks; sizes that do: 1, 2, 3, 6" in text
+
+
+def test_the_demo_without_a_recipe_is_split_over_groups() -> None:
+    size = load_settings(None).settings.batch.global_size
+    batch = load_settings(None, world_size=4 * size, overrides=["engine.sequence_parallel=4"]).settings.batch
+    assert (batch.global_size, batch.micro_size) == (size, 1)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8, 16, 64, 512])
