@@ -59,6 +59,12 @@ def test_command(page: str, command: str, finished_run: Path, tmp_path: Path) ->
         assert done.returncode == 0, done.stdout + done.stderr
     elif words[0] == "python" and words[1].startswith(("tools/", "benchmarks/")):
         assert (ROOT / words[1]).is_file()
+    elif words[:3] == ["python", "-m", "pytest"]:
+        found = subprocess.run(
+            [BIN / "python", "-m", "pytest", "--collect-only", *words[3:]],
+            cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert found.returncode == 0, found.stdout + found.stderr
     elif words[0] == "sbatch":
         assert (ROOT / next(w for w in words if w.endswith(".sbatch"))).is_file()
     else:
