@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Install the Debian packages that some tests drive (pdsh, ssh); without root or apt those tests say what they miss.
+# Install the Debian packages that some tests drive (pdsh, ssh, libaio); without root or apt those tests say what they miss.
 set -euo pipefail
 
-packages=(pdsh openssh-client openmpi-bin)
+packages=(pdsh openssh-client openmpi-bin libaio-dev)
 missing=()
 for package in "${packages[@]}"; do
     dpkg -s "$package" >/dev/null 2>&1 || missing+=("$package")

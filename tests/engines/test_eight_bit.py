@@ -194,6 +194,6 @@ def test_zero_is_refused() -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SettingsError, match="pip install .*bitsandbytes"):
+    with pytest.raises(SettingsError, match=r"pip install .*bitsandbytes"):
         check_optimizer(EIGHT_BIT)
     check_optimizer(problem.OPTIMIZER)

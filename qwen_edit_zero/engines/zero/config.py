@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from qwen_edit_zero.errors import SettingsError
@@ -76,6 +77,17 @@ def complete_config(settings: Settings, optimizer: OptimizerSettings, world_size
     # By default every bucket is all-reduced, which moves 1.5 times the bytes of reducing each part to its owner.
     zero["use_multi_rank_bucket_allreduce"] = False
     return config
+
+
+def check_frozen(config: dict[str, Any], names: Sequence[str]) -> None:
+    """Raise SettingsError if frozen parameters (`names`) would live on NVMe, where they get no values."""
+    device = (config["zero_optimization"].get("offload_param") or {}).get("device")
+    if device == "nvme" and names:
+        raise SettingsError(
+            f"zero_optimization.offload_param.device is 'nvme' and '{names[0]}' is frozen ({len(names)} such): "
+            f"DeepSpeed writes parameters to NVMe when it has updated them, so frozen ones would never get their "
+            f"values. Use 'cpu', or train everything."
+        )
 
 
 def offloads_optimizer(config: dict[str, Any]) -> bool:

@@ -31,7 +31,7 @@ from qwen_edit_zero.engines.shards import (
     written_ranges,
 )
 from qwen_edit_zero.engines.zero import library
-from qwen_edit_zero.engines.zero.config import complete_config, offloads_optimizer, zero_stage
+from qwen_edit_zero.engines.zero.config import check_frozen, complete_config, offloads_optimizer, zero_stage
 from qwen_edit_zero.engines.zero.masters import (
     Place,
     flat_masters,
@@ -84,6 +84,7 @@ class ZeroEngine(ParallelEngine):
     def setup(self, module: torch.nn.Module, *, optimizer: OptimizerSettings, weights: TensorSource | None) -> None:
         values = InitialValues(module, weights)
         config = complete_config(self._settings, optimizer, self.ranks.world_size)
+        check_frozen(config, list(frozen(module)))
         prepare_blocks(module, self._settings.model, self.device, early_stop=self.stage < 3)
         to_meta(module, frozen_dtype=self._dtype)
         move_buffers(module, self.device)

@@ -23,8 +23,7 @@ def partition_parameters(
     from deepspeed.utils import groups
 
     converter = zero.Init(
-        config_dict_or_path=config,
-        dtype=dtype,
+        config_dict_or_path=config,  # says the precision too; a `dtype` is ignored on devices without fp16
         enabled=False,
         zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),  # of an earlier engine, or none
     )
@@ -38,6 +37,21 @@ def partition_parameters(
         return parameter
 
     replace_parameters(module, make)
+    if converter.param_swapper is not None:
+        _read_each_once(converter.param_swapper)
+
+
+def _read_each_once(swapper: Any) -> None:
+    """Let DeepSpeed's prefetching from NVMe ask for a parameter that is used twice soon.
+
+    A recomputed block uses its parameters twice in a row, and the swapper refuses to read one into two buffers.
+    """
+    swap_in = swapper.swap_in
+
+    def swap_in_once(parameters: list[Any], **options: Any) -> Any:
+        return swap_in(list({parameter.ds_id: parameter for parameter in parameters}.values()), **options)
+
+    swapper.swap_in = swap_in_once
 
 
 def let_linears_forget_weights(module: torch.nn.Module) -> None:
