@@ -55,22 +55,29 @@ def from_float32(values: Floats, target: str) -> Bytes:
         _refuse_overflow(values, half)
         return half.view(np.uint8)
     assert target == "BF16", target
-    # bfloat16 is the upper half of float32; adding 0x7fff, and 1 if the last kept bit is odd, rounds ties to even.
+    return _to_bfloat16(values).view(np.uint8)
+
+
+_BF16_END = np.array(0x7F7F8000, dtype=np.uint32).view(np.float32)  # from here on bfloat16 rounds to infinity
+
+
+def _to_bfloat16(values: Floats) -> npt.NDArray[np.uint16]:
+    """bfloat16 is the upper half of float32; adding 0x7fff, and 1 if the last kept bit is odd, rounds ties to even."""
     bits = values.view(np.uint32)
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
-    rounded >>= np.uint32(16)
-    short = rounded.astype(np.uint16)
+    short = np.ascontiguousarray(rounded.view(np.uint16)[1::2])  # the upper halves, on a little-endian machine
+    if len(values) == 0 or (values.max() < _BF16_END and values.min() > -_BF16_END):  # False if there is a NaN
+        return short
     special = (bits & np.uint32(0x7F800000)) == np.uint32(0x7F800000)
     overflown = ((short & np.uint16(0x7FFF)) == np.uint16(0x7F80)) & ~special
     if overflown.any():
         raise OverflowingValue(float(values[overflown][0]))
-    if special.any():  # the sum above may carry a NaN into an infinity or zero
-        nan = np.isnan(values)
-        short[nan] = (bits[nan] >> np.uint32(16)).astype(np.uint16) | np.uint16(0x0040)
-    return short.view(np.uint8)
+    nan = np.isnan(values)  # the sum above may carry a NaN into an infinity or zero
+    short[nan] = (bits[nan] >> np.uint32(16)).astype(np.uint16) | np.uint16(0x0040)
+    return short
 
 
 def _refuse_overflow(before: npt.NDArray[np.floating], after: npt.NDArray[np.floating]) -> None:

@@ -10,9 +10,12 @@ import torch
 
 from qwen_edit_zero.checkpoints.importing import import_checkpoint
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
+from qwen_edit_zero.cli import main
+from qwen_edit_zero.edit_model.folder import open_model_folder
 from qwen_edit_zero.engines.factory import make_engine
 from qwen_edit_zero.errors import CheckpointError
 from tests.checkpoints import foreign_runs
+from tests.end_to_end.commands import metrics, run
 from tests.engines import harness, problem
 from tests.ranks import run_ranks
 
@@ -64,6 +67,14 @@ def test_deepspeed_runs_go_on(stage: int, world: int, zero: dict[str, Any], engi
         assert reader.manifest.engine.startswith("DeepSpeed ")
         assert "transformer.img_in.weight" in reader.manifest.model.frozen
     _check(losses, engine, checkpoint)
+    with pytest.raises(CheckpointError, match="has checkpoints already"):
+        _imported(source, tmp_path, [])
+    other = foreign_runs.make_model(frozen=True)
+    other.transformer.img_in.weight.data[-1, -1] += 1
+    base = foreign_runs.base_of(other, tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"img_in\.weight did not train, but is not what .* another base model"):
+        import_checkpoint(source, tmp_path / "second", base=base)
+    assert not (tmp_path / "second").exists()
 
 
 @pytest.mark.parametrize(
@@ -84,3 +95,36 @@ def test_numbered_optimizer_state_with_frozen_parameters_is_refused(tmp_path: Pa
     with pytest.raises(CheckpointError, match="numbers 76 parameters without naming them"):
         _imported(tmp_path / "dcp", tmp_path, [])
     assert not (tmp_path / "run").exists()
+
+
+def _save_tiny(rank: int, world: int, out: Path) -> None:
+    """Two steps of the tiny model's transformer with raw DeepSpeed, wrapped as a trainer would wrap it."""
+    import deepspeed
+    from diffusers import QwenImageTransformer2DModel
+
+    base = open_model_folder("tiny")
+    transformer = QwenImageTransformer2DModel.from_pretrained(base.path / "transformer", torch_dtype=torch.float32)
+    model = torch.nn.ModuleDict({"transformer": transformer})
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+        "zero_optimization": {"stage": 2},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    for _ in range(2):
+        engine.backward(torch.stack([p.square().sum() for p in engine.module.parameters()]).sum() * 1e-3)
+        engine.step()
+    engine.save_checkpoint(str(out))
+
+
+@pytest.mark.slow
+def test_the_training_command_goes_on_from_what_was_imported(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(_save_tiny, 2, tmp_path / "ds")
+    assert main(["checkpoint", "import", str(tmp_path / "ds"), str(tmp_path / "mine"), "--base", "tiny"]) == 0
+    assert "taken off the front of the names: transformer." in capsys.readouterr().out
+    ended = run("python", recipe, "--engine", "fsdp2", f"run.dir={tmp_path}", "run.name=mine", cwd=tmp_path)
+    assert ended.status == 0, ended.text
+    assert "(step 2, written by DeepSpeed " in ended.text
+    assert [m["step"] for m in metrics(tmp_path / "mine")] == [3, 4]
