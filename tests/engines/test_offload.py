@@ -79,7 +79,7 @@ def with_and_without_nvme(rank: int, world: int, kind: str, precision: str, fold
             places = [parameter.ds_tensor.final_location for parameter in engine.module.parameters()]
             whole = dict(engine.full_weights())
             engine.close()
-        on_nvme = sum(place is not None for place in places)
+        on_nvme = sum(place == "nvme" for place in places)
         found.append((on_nvme, losses, [r.applied for r in results], engines[0][0].tensors, whole))
     return harness.packed(found)
 
