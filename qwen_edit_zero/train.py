@@ -56,7 +56,7 @@ def _run(given: list[str], prog: str) -> int:
     choose_allocator(loaded.settings)
     from qwen_edit_zero.training.run import train  # imports torch: everything cheap has been checked before
 
-    return train(loaded, identity, arguments.resume)
+    return train(loaded, identity, arguments.resume, accept_changes=arguments.accept_changes)
 
 
 if __name__ == "__main__":

@@ -135,6 +135,10 @@ def run_guarded(main: Callable[[], int]) -> int:
     try:
         return main()
     except BaseException as error:
+        if isinstance(error, BrokenPipeError) and _watch is None:
+            # Whoever read our output has seen enough (`| head`). The interpreter would complain again as it flushes.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + signal.SIGPIPE
         if isinstance(error, SystemExit) and error.code in (None, 0):
             return 0
         return _end(*_describe(error))

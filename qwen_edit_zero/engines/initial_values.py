@@ -13,6 +13,8 @@ from qwen_edit_zero.flat_state import PARAM, TensorSource
 class InitialValues:
     """A TensorSource for every parameter of `module`: those in `weights`, and those the module was built with.
 
+    `read` raises ModelFolderError for values that are not finite.
+
     Parameters on the meta device must be in `weights`. Real ones that are not (new adapters, a model built without
     a folder) keep their values. Tied parameters appear under the first of their names.
 
@@ -63,4 +65,10 @@ class InitialValues:
         if name in self._own:
             return self._own[name][start : start + length]
         assert self._weights is not None
-        return self._weights.read(name, start, length)
+        values = self._weights.read(name, start, length)
+        if values.is_floating_point() and not values.isfinite().all():
+            raise ModelFolderError(
+                f"Tensor '{name}' holds values that are not finite in the model folder: every step from it would be "
+                f"skipped. The folder is damaged, or comes from a training run that diverged."
+            )
+        return values

@@ -31,6 +31,7 @@ class TrainArguments:
     ds: Path | None
     engine: str | None
     resume: str
+    accept_changes: bool
     fast_dev_run: bool
     print_settings: bool
     overrides: tuple[str, ...]
@@ -59,6 +60,11 @@ def train_parser(prog: str) -> Parser:
     parser.add_argument("--engine", choices=("ddp", "fsdp2", "deepspeed"), help="the parallel engine")
     parser.add_argument(
         "--resume", default=None, metavar="auto|none|PATH", help="the checkpoint to go on from (auto: the newest)"
+    )
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="go on from a checkpoint although the data, the global batch or the seed are others now",
     )
     parser.add_argument(
         "--fast-dev-run",
@@ -91,6 +97,7 @@ def parse_train_arguments(arguments: Sequence[str], *, prog: str = "train.py") -
         ds=known.ds,
         engine=known.engine,
         resume=resume,
+        accept_changes=known.accept_changes,
         fast_dev_run=known.fast_dev_run,
         print_settings=known.print_settings,
         overrides=overrides,

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+VaeArea = Annotated[int, Field(ge=32 * 32, le=4096 * 4096)]
+ConditionArea = Annotated[int, Field(ge=28 * 28, le=4096 * 4096)]
 
 
 class Section(BaseModel):
@@ -60,8 +62,8 @@ class DataSettings(Section):
 
     manifest: str = "demo"  # "demo" or a JSONL file
     validation: str | None = None  # None: the demo's own for "demo", else no validation
-    vae_area: Annotated[int, Field(ge=32 * 32)] = 1024 * 1024  # of targets, and of references as the VAE sees them
-    condition_area: Annotated[int, Field(ge=28 * 28)] = 384 * 384  # of references as the text encoder sees them
+    vae_area: VaeArea = 1024 * 1024  # of targets, and of references as the VAE sees them
+    condition_area: ConditionArea = 384 * 384  # of references as the text encoder sees them
     cache_dir: Path | None = None  # latents and embeddings, computed once; None: RUN/cache
     max_references: Annotated[int, Field(ge=1)] = 3  # a sample with more of them is refused
     max_samples: Positive | None = None  # use the first so many rows only, for trials; None: all
@@ -79,7 +81,7 @@ class OptimizerSettings(Section):
     """AdamW and gradient clipping."""
 
     kind: Literal["adamw", "adamw_8bit"] = "adamw"  # 8bit: moments take 2 bytes a parameter, not 8 (DDP, FSDP2)
-    lr: Annotated[float, Field(gt=0)] = 1e-5  # peak learning rate
+    lr: Annotated[float, Field(gt=0, le=10)] = 1e-5  # peak learning rate
     # decay of the running means of the gradient and of its square
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: Annotated[float, Field(gt=0)] = 1e-8  # added to the root of the second moment

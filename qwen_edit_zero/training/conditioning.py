@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from qwen_edit_zero.settings.models import DataSettings, Settings
 from qwen_edit_zero.training.progress import Progress
 
 DEMO = "demo"
+_SHOWN = 10  # refused rows of a set that are told
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,18 @@ class Conditioned:
 
 
 def condition(
-    settings: Settings, folder: ModelFolder, *, cache_folder: Path, device: torch.device, rank: int, world_size: int
+    settings: Settings,
+    folder: ModelFolder,
+    *,
+    cache_folder: Path,
+    left_out: Path,
+    device: torch.device,
+    rank: int,
+    world_size: int,
 ) -> Conditioned:
     """Read the manifests and fill the cache; collective. The text encoder and the VAE are loaded only if entries are
-    missing, and released before this returns. Raises DataError."""
+    missing, and released before this returns. Refused rows are told, and all of them written to `left_out` if there
+    are any. Raises DataError."""
     data = settings.data
     path = _manifest_path(data.manifest, "train")
     several = folder.variant.takes_several_references
@@ -85,8 +95,13 @@ def condition(
     finally:
         encoder.close()
     if rank == 0:
-        _report("training set", [*manifest.refused, *bucketed.refused, *filled.refused])
-        _report("held-out set", [*refused_held_out, *shown.refused])
+        _report(
+            {
+                "training set": [*manifest.refused, *bucketed.refused, *filled.refused],
+                "held-out set": [*refused_held_out, *shown.refused],
+            },
+            left_out,
+        )
     bucket_of = dict(zip((s.id for s in bucketed.samples), bucketed.buckets, strict=True))
     key_of = dict(zip((s.id for s in shown.samples), shown.keys, strict=True))
     kept = tuple(s for s in held_out if s.id in key_of and (not negative or f"{s.id} (negative)" in key_of))
@@ -162,8 +177,19 @@ def _fill(
             bar.close()
 
 
-def _report(title: str, refused: Sequence[Refusal]) -> None:
-    for refusal in refused[:10]:
-        print(f"left out of the {title}: {refusal}")
-    if len(refused) > 10:
-        print(f"left out of the {title}: {len(refused) - 10} more rows")
+def _report(refused: Mapping[str, Sequence[Refusal]], left_out: Path) -> None:
+    """Tell the first few of each set and write all to `left_out`, which always is about the last start."""
+    left_out.unlink(missing_ok=True)
+    lines = [
+        {"set": title, "line": refusal.line, "id": refusal.id, "reason": refusal.reason}
+        for title, found in refused.items()
+        for refusal in found
+    ]
+    if lines:
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        left_out.write_text(text, encoding="utf-8")
+    for title, found in refused.items():
+        for refusal in found[:_SHOWN]:
+            print(f"left out of the {title}: {refusal}")
+        if len(found) > _SHOWN:
+            print(f"left out of the {title}: {len(found) - _SHOWN} more rows; all are in {left_out}")

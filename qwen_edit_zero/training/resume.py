@@ -46,6 +46,9 @@ _SETTING = {
 }
 
 
+_IDENTITY_SETTINGS = ("model.path", "data.manifest", "batch.global_size", "run.seed", "model.lora", "model.freeze")
+
+
 def choose_checkpoint(
     resume: str, checkpoints: Path, say: Callable[[str], None], *, rank: int, world_size: int
 ) -> Path | None:
@@ -89,8 +92,13 @@ def run_state(
     }
 
 
-def check_identity(reader: CheckpointReader, identity: RunIdentity) -> None:
-    """Raise CheckpointError listing what differs between the checkpoint's run and this one."""
+def check_identity(
+    reader: CheckpointReader, identity: RunIdentity, *, accept: bool = False, say: Callable[[str], None] = print
+) -> None:
+    """Raise CheckpointError listing what differs between the checkpoint's run and this one.
+
+    With `accept` the list is told instead; tensors that do not fit are still refused by `ParallelEngine.load_state`.
+    """
     saved = reader.run_state["identity"]
     imported = "imported" in reader.manifest.settings  # by another program, which knew of no such things
     differing = [
@@ -98,9 +106,35 @@ def check_identity(reader: CheckpointReader, identity: RunIdentity) -> None:
         for key, value in asdict(identity).items()
         if (key in saved or not imported) and saved.get(key) != value
     ]
-    if differing:
-        raise CheckpointError(
-            f"{reader.path} belongs to a run that differs in what decides its samples and noise:\n"
-            + "\n".join(differing)
-            + "\nGive this run a name of its own (run.name=...), start over with --resume none, or restore the settings"
-        )
+    if not differing:
+        return
+    told = f"{reader.path} belongs to a run that differs in what decides its samples and noise:\n" + "\n".join(
+        differing
+    )
+    if accept:
+        say(f"{told}\nGoing on all the same, as --accept-changes says: samples of this epoch may repeat or be left out")
+        return
+    raise CheckpointError(
+        f"{told}\nRestore the settings; or go on with the changes by --accept-changes (samples of this epoch may then "
+        "repeat or be left out); or give this run a name of its own (run.name=...), or start over with --resume none"
+    )
+
+
+def changed_settings(reader: CheckpointReader, settings: Mapping[str, Any]) -> list[str]:
+    """One line for each setting that differs from the checkpoint's run, but for what `check_identity` looks at."""
+    there, here = _flat(reader.manifest.settings), _flat(settings)
+    return [
+        f"{name}: {there[name]} there, {here[name]} here"
+        for name in there
+        if name in here and there[name] != here[name] and not name.startswith(_IDENTITY_SETTINGS)
+    ]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found

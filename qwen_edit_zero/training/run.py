@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 import torch
 
@@ -40,7 +41,7 @@ from qwen_edit_zero.training.task import EditTask
 from qwen_edit_zero.training.trainer import Hook, Trainer
 
 
-def train(loaded: LoadedSettings, identity: Identity, resume: str) -> int:
+def train(loaded: LoadedSettings, identity: Identity, resume: str, *, accept_changes: bool = False) -> int:
     """Run training on this rank to its end; returns the exit status. Raises UserError and RunError."""
     settings = loaded.settings
     folder = open_model_folder(settings.model.path)  # before ranks meet: a wrong path then costs nobody a time-out
@@ -51,7 +52,7 @@ def train(loaded: LoadedSettings, identity: Identity, resume: str) -> int:
     )
     set_numerics(settings, device)
     try:
-        return _Run(settings, settings_yaml(loaded), folder, identity, device, resume).go()
+        return _Run(settings, settings_yaml(loaded), folder, identity, device, resume, accept_changes).go()
     finally:
         process_group.stop()
 
@@ -65,9 +66,11 @@ class _Run:
         rank: Identity,
         device: torch.device,
         resume: str,
+        accept_changes: bool,
     ) -> None:
         self.settings, self.settings_text, self.folder = settings, settings_text, folder
         self.rank, self.world, self.device, self.resume = rank.rank, rank.world_size, device, resume
+        self.accept_changes = accept_changes
         self.path = run_folder.run_folder(settings)
         self.checkpoints = self.path / run_folder.CHECKPOINTS
 
@@ -76,12 +79,16 @@ class _Run:
             print(message, flush=True)
 
     def go(self) -> int:
+        with run_folder.take(self.path) if self.rank == 0 else nullcontext():
+            if self.rank == 0 and self.resume == resuming.NONE:
+                aside = run_folder.set_aside(self.path)
+                if aside is not None:
+                    self.say(f"starting over: what the earlier run {self.settings.run.name} left is now in {aside}")
+            barrier()
+            return self._go()
+
+    def _go(self) -> int:
         settings = self.settings
-        if self.rank == 0:
-            aside = run_folder.prepare(self.path, start_over=self.resume == resuming.NONE)
-            if aside is not None:
-                print(f"starting over: what the earlier run {settings.run.name} left is now in {aside}")
-        barrier()
         checkpoint = resuming.choose_checkpoint(
             self.resume, self.checkpoints, self.say, rank=self.rank, world_size=self.world
         )
@@ -89,6 +96,7 @@ class _Run:
             settings,
             self.folder,
             cache_folder=settings.data.cache_dir or self.path / run_folder.CACHE,
+            left_out=self.path / run_folder.LEFT_OUT,
             device=self.device,
             rank=self.rank,
             world_size=self.world,
@@ -107,7 +115,9 @@ class _Run:
         first, reader = 0, None
         if checkpoint is not None:
             reader = CheckpointReader(checkpoint)
-            resuming.check_identity(reader, identity)
+            resuming.check_identity(reader, identity, accept=self.accept_changes, say=self.say)
+            if changed := resuming.changed_settings(reader, settings.model_dump(mode="json")):
+                self.say("settings changed since the checkpoint was written:\n  " + "\n  ".join(changed))
             first = reader.step
             if first >= total_steps:
                 self.say(
@@ -120,7 +130,7 @@ class _Run:
             self._fit(engine, conditioned, schedule, identity, first, total_steps)
         finally:
             engine.close()
-        self.say(f"finished {total_steps} steps; everything is in {self.path}")
+        self.say(f"finished {total_steps} {'step' if total_steps == 1 else 'steps'}; everything is in {self.path}")
         return 0
 
     def _engine(self, reader: CheckpointReader | None) -> ParallelEngine:

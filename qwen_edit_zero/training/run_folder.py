@@ -5,6 +5,8 @@ RUN/metrics.jsonl     one line an optimizer step
 RUN/tensorboard/
 RUN/checkpoints/step-00000200/
 RUN/samples/step-00000200/
+RUN/left_out.jsonl    rows of the manifests that were refused, under data.on_error=skip
+RUN/.lock             held by the run that is going on
 RUN/cache/            latents and embeddings, unless data.cache_dir says otherwise
 """
 
@@ -13,14 +15,18 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.settings.models import Settings
+from qwen_edit_zero.training.run_lock import LOCK_FILE, RunLock
 
 CHECKPOINTS, SAMPLES, CACHE, SETTINGS_FILE = "checkpoints", "samples", "cache", "settings.yaml"
-_KEPT_ON_RESTART = {CACHE}  # keyed by content, so as right for the new run as for the old one
+LEFT_OUT = "left_out.jsonl"
+_KEPT_ON_RESTART = {CACHE, LOCK_FILE}  # the cache is keyed by content, so as right for the new run as for the old one
 _VERSIONS = ("qwen-edit-zero", "torch", "deepspeed", "diffusers", "transformers", "peft", "safetensors", "numpy")
 
 
@@ -29,16 +35,22 @@ def run_folder(settings: Settings) -> Path:
     return (settings.run.dir / settings.run.name).expanduser().absolute()
 
 
-def prepare(folder: Path, *, start_over: bool) -> Path | None:
-    """Make the run folder; with `start_over` move what an earlier run of this name left to a folder beside it.
-
-    Returns that folder, or None if there was nothing to move. For rank 0 only. Raises SettingsError.
-    """
-    try:
+def take(folder: Path) -> RunLock:
+    """Make the run folder and hold it against other runs. For rank 0 only. Raises SettingsError."""
+    with _understood(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "Permission denied", str(folder))
-        leftovers = [p for p in folder.iterdir() if p.name not in _KEPT_ON_RESTART] if start_over else []
+        return RunLock(folder)
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move what an earlier run of this name left to a folder beside it, for a run that starts over.
+
+    Returns that folder, or None if there was nothing to move. For rank 0 only. Raises SettingsError.
+    """
+    with _understood(folder):
+        leftovers = [p for p in folder.iterdir() if p.name not in _KEPT_ON_RESTART]
         if not leftovers:
             return None
         aside = folder.with_name(f"{folder.name}-before-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -46,6 +58,12 @@ def prepare(folder: Path, *, start_over: bool) -> Path | None:
         for path in leftovers:
             path.rename(aside / path.name)
         return aside
+
+
+@contextmanager
+def _understood(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise SettingsError(
             f"the run folder {folder} cannot be prepared: {error.strerror or error}. Choose another with "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -107,7 +108,7 @@ class CheckpointHook:
         if self._flight is not None:
             self._land()
         if self._caretaker is not None:
-            if self._caretaker.busy:
+            if self._caretaker.copying:
                 self._say(f"waiting for the copy in {self._settings.backup}")
             self._caretaker.finish()
         self._pass_on()
@@ -135,6 +136,8 @@ class CheckpointHook:
                 return
             self._say(f"step {metrics.step}: waiting, since {busy}")
             self._land()
+        if self._caretaker is not None:
+            self._caretaker.settle()
         contents = self._describe(metrics, self._losses.take(metrics))
         try:
             save = plan_save(self._folder, contents, self._engine.local_state, self._ranks)
@@ -265,7 +268,8 @@ def _retention(settings: CheckpointSettings) -> Retention:
 
 def _be_nice() -> None:
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # Linux: of this thread alone
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # Linux: of this thread alone
 
 
 def _end_by_exception_on_sigterm() -> Callable[[], None]:

@@ -76,6 +76,11 @@ class Trainer:
                 hook.after_step(metrics, is_last=metrics.step == last)
             if metrics.skipped:
                 self._check_skipping(metrics, plan, skipped_in_a_row)
+        if skipped_in_a_row and skipped_in_a_row == last - first:
+            raise DivergenceError(
+                f"none of the steps {first + 1} to {last} was applied: {metrics.skip_reason}. The weights are as the "
+                "run found them"
+            )
 
     def _check_skipping(self, metrics: StepMetrics, plan: StepPlan, in_a_row: int) -> None:
         """Raise DivergenceError if a skipped step is one too many."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -60,18 +61,20 @@ def faulty_folders(rank: int, world: int) -> list[str]:
     for kind in harness.EVERY_ENGINE:
         start = problem.weights_of(problem.make_model())
         missing = {name: tensor for name, tensor in start.items() if name != "transformer.proj_out.bias"}
+        diverged = start | {"transformer.proj_out.bias": torch.full_like(start["transformer.proj_out.bias"], math.nan)}
         turned = start | {"transformer.img_in.weight": start["transformer.img_in.weight"].T.contiguous()}
-        for weights in (missing, turned):
+        for weights in (missing, turned, diverged):
             with pytest.raises(ModelFolderError) as error:
                 harness.build(kind, MemorySource.of_weights(weights))
             messages.append(str(error.value))
     return messages
 
 
-def test_missing_and_misshapen_tensors_are_named() -> None:
+def test_missing_misshapen_and_non_finite_tensors_are_named() -> None:
     messages = run_ranks(faulty_folders, 1)[0]
-    assert len(messages) == 2 * len(harness.EVERY_ENGINE)
-    for missing, misshapen in zip(messages[::2], messages[1::2], strict=True):
+    assert len(messages) == 3 * len(harness.EVERY_ENGINE)
+    for missing, misshapen, diverged in zip(messages[::3], messages[1::3], messages[2::3], strict=True):
+        assert "'transformer.proj_out.bias' holds values that are not finite" in diverged
         assert "no tensor 'transformer.proj_out.bias' (1 of" in missing
         assert "'transformer.img_in.weight' has shape (8, 16)" in misshapen
         assert "needs (16, 8)" in misshapen

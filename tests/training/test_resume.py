@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 
 from qwen_edit_zero.errors import CheckpointError
-from qwen_edit_zero.training.resume import RunIdentity, check_identity, run_state
+from qwen_edit_zero.training.resume import RunIdentity, changed_settings, check_identity, run_state
 
 IDENTITY = RunIdentity("model", "data", 8, 0, {"rank": 4, "alpha": 4.0, "targets": ["attn.to_q"]}, ["*_mod.*"])
 
 
 def reader(identity: RunIdentity) -> Any:
     state = run_state(identity, step=3, epoch=0, samples_seen=24, engine={"optimizer_steps": 3})
-    return SimpleNamespace(path=Path("step-00000003"), run_state=state)
+    settings = {"optimizer": {"lr": 1e-3, "eps": 1e-8}, "batch": {"global_size": identity.global_size}}
+    return SimpleNamespace(path=Path("step-00000003"), run_state=state, manifest=SimpleNamespace(settings=settings))
 
 
 def test_the_same_run_goes_on() -> None:
@@ -40,4 +41,12 @@ def test_what_changes_the_meaning_is_named(changes: dict[str, Any], setting: str
     with pytest.raises(CheckpointError) as caught:
         check_identity(reader(IDENTITY), replace(IDENTITY, **changes))
     assert setting in str(caught.value)
+    told: list[str] = []
+    check_identity(reader(IDENTITY), replace(IDENTITY, **changes), accept=True, say=told.append)
+    assert setting in told[0]
     assert str(caught.value).count(" there, ") == 1
+
+
+def test_other_changed_settings_are_listed() -> None:
+    now = {"optimizer": {"lr": 5e-4, "eps": 1e-8}, "batch": {"global_size": 16}}
+    assert changed_settings(reader(IDENTITY), now) == ["optimizer.lr: 0.001 there, 0.0005 here"]

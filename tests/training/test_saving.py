@@ -287,6 +287,7 @@ def test_the_best_by_the_mean_loss_since_the_last_one_stay(tmp_path: Path) -> No
     run = Run(tmp_path, asynchronous=False, every=2, keep=1, keep_best=1, keep_every=6)
     for loss in (3.0, 2.0, 0.0, 1.0, 9.0, 1.0, 5.0, 1.0, 4.0, 4.0, 1.0, 9.0):
         run.train(loss=loss)
+    run.hook.finish()
     run.hook.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000004", "step-00000006", "step-00000012"]
     assert load_head(tmp_path / "step-00000004").metrics == {"loss": 0.5, "step_loss": 1.0}

@@ -113,12 +113,12 @@ def test_a_skipped_step_does_not_move_the_schedule_of_the_learning_rate() -> Non
 def test_what_was_not_finite_is_recorded_with_the_step() -> None:
     seen = list[StepMetrics]()
     hook = SimpleNamespace(after_step=lambda m, is_last: seen.append(m))
-    trainer(ScriptedEngine([math.nan]), [batch((1, 2), (1.0, 1.0))], plan_size=2, hooks=[hook]).fit(
-        0, 1, samples_seen=0
-    )
+    good = [batch((1, 2), (1.0, 1.0))]
+    with pytest.raises(DivergenceError, match="none of the steps 1 to 1 was applied"):
+        trainer(ScriptedEngine([math.nan]), good, plan_size=2, hooks=[hook]).fit(0, 1, samples_seen=0)
     assert seen[0].skip_reason == "the gradient of blocks.3.weight is not finite, though the losses are"
     bad = [batch(("inf", 2), (1.0, 1.0))]  # type: ignore[arg-type]
-    trainer(ScriptedEngine([math.nan]), bad, plan_size=2, hooks=[hook]).fit(0, 1, samples_seen=0)
+    trainer(ScriptedEngine([math.nan, 1.0]), bad, plan_size=2, hooks=[hook]).fit(0, 2, samples_seen=0)
     assert seen[1].skip_reason == (
         "the loss of sample 'inf' (rank 0) is not finite, nor is the gradient of blocks.3.weight"
     )
@@ -126,8 +126,8 @@ def test_what_was_not_finite_is_recorded_with_the_step() -> None:
 
 def test_a_gradient_that_is_not_finite_at_the_smallest_loss_scale_ends_the_run() -> None:
     steps = [batch((1,), (1.0,))]
-    skipping = trainer(ScriptedEngine([math.nan], loss_scale=4.0), steps, 1, [], min_loss_scale=2.0)
-    skipping.fit(0, 1, samples_seen=0)  # the scale can still fall
+    skipping = trainer(ScriptedEngine([math.nan, 1.0], loss_scale=4.0), steps, 1, [], min_loss_scale=2.0)
+    skipping.fit(0, 2, samples_seen=0)  # the scale can still fall
     ending = trainer(ScriptedEngine([math.nan], loss_scale=2.0), steps, 1, [], min_loss_scale=2.0)
     with pytest.raises(DivergenceError, match=r"min_loss_scale 2, .*step 1 .*gradient of blocks\.3\.weight"):
         ending.fit(0, 1, samples_seen=0)
