@@ -13,7 +13,7 @@ from qwen_edit_zero.errors import QwenEditError
 
 
 class Caretaker:
-    """Copies each new checkpoint to the backup, in a thread, and then deletes those that need not stay.
+    """Copies each new checkpoint to the backup, if there is one, then deletes those that need not stay; in a thread.
 
     Nothing is deleted before the newest is in the backup. What goes wrong does not end a run: it is told by
     `messages`, and tried again after the next save.
@@ -24,32 +24,34 @@ class Caretaker:
         self._waiting: list[Path] = []  # whole, but not yet in the backup; oldest first
         self._messages: list[str] = []
         self._lock = threading.Lock()
-        self._thread = None if place is None else ThreadPoolExecutor(1, thread_name_prefix="backup")
+        self._pruning = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="caretaker")
         self._working: Future[None] | None = None
 
     def look_after(self, checkpoint: Path) -> None:
-        """Take over a checkpoint that has just become whole. Returns at once if there is a backup to be made."""
-        if self._thread is None:
-            self._prune(checkpoint)
-            return
-        with self._lock:
-            self._waiting = [p for p in self._waiting if p != checkpoint] + [checkpoint]
-        self._working = self._thread.submit(self._back_up, checkpoint)
+        """Take over a checkpoint that has just become whole; returns at once."""
+        if self._place is not None:
+            with self._lock:
+                self._waiting = [p for p in self._waiting if p != checkpoint] + [checkpoint]
+        self._working = self._thread.submit(self._look_after, checkpoint)
+
+    def settle(self) -> None:
+        """Wait for deletions under way, so that the next save finds the space they free."""
+        with self._pruning:
+            pass
 
     @property
-    def busy(self) -> bool:
+    def copying(self) -> bool:
         """Whether a copy is being made."""
-        return self._working is not None and not self._working.done()
+        return self._place is not None and self._working is not None and not self._working.done()
 
     def finish(self) -> None:
-        """Wait for the copies that are being made. Idempotent."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
+        """Wait for copies and deletions under way. Idempotent."""
+        self._thread.shutdown(wait=True)
 
     def abandon(self) -> None:
-        """Begin no further copy. The one being made goes on as long as the process does."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        """Begin nothing further. What is under way goes on as long as the process does."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def messages(self) -> list[str]:
         """What went wrong since the last call, for the user."""
@@ -57,15 +59,16 @@ class Caretaker:
             told, self._messages = self._messages, []
         return told
 
-    def _back_up(self, newest: Path) -> None:
+    def _look_after(self, newest: Path) -> None:
+        if self._place is None or self._back_up(newest):
+            self._prune(newest)
+
+    def _back_up(self, newest: Path) -> bool:
+        """Copy what waits for it, the newest first; returns whether that one has its copy."""
         with self._lock:
             waiting = list(self._waiting)
-        newest_is_copied = False
-        for path in reversed(waiting):
-            if self._copy(path):
-                newest_is_copied |= path == newest
-        if newest_is_copied:
-            self._prune(newest)
+        copied = [path for path in reversed(waiting) if self._copy(path)]
+        return newest in copied
 
     def _copy(self, path: Path) -> bool:
         assert self._place is not None
@@ -89,7 +92,8 @@ class Caretaker:
         with self._lock:
             staying = {newest, *self._waiting}
         try:
-            prune(self._folder, self._retention, protect=staying)
+            with self._pruning:
+                prune(self._folder, self._retention, protect=staying)
         except (QwenEditError, OSError) as error:
             self._tell(f"warning: {newest.name} is whole, but older checkpoints could not be deleted: {error}")
 

@@ -58,14 +58,20 @@ class RemoteBackup:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{target}/{layout.MANIFEST}")  # first: what is there is no checkpoint from now on
         wanted = {record.name for record in manifest.files}
-        for old in self._fs.ls(target, detail=False):
-            old_name = str(old).rsplit("/", 1)[-1]
+        for old in self._list(target):
+            old_name = old.rsplit("/", 1)[-1]
             if layout.is_own_file(old_name) and old_name not in wanted:
                 self._fs.rm_file(f"{target}/{old_name}")
         for record in manifest.files:
             self._copy_file(checkpoint / record.name, f"{target}/{record.name}", record.xxh3_64)
         content = checkpoint / layout.MANIFEST
         self._copy_file(content, f"{target}/{layout.MANIFEST}", xxhash.xxh3_64_hexdigest(content.read_bytes()))
+
+    def _list(self, target: str) -> list[str]:
+        try:
+            return [str(path) for path in self._fs.ls(target, detail=False)]
+        except FileNotFoundError:  # an object store has no empty folders
+            return []
 
     def _copy_file(self, source: Path, target: str, checksum: str) -> None:
         digest = xxhash.xxh3_64()
@@ -86,6 +92,7 @@ class RemoteBackup:
 
     def _has(self, target: str, manifest: ManifestHead) -> bool:
         """Whether this very save is there, by its manifest and the sizes of its files."""
+        self._fs.invalidate_cache()
         try:
             there = parse_head(self._fs.cat_file(f"{target}/{layout.MANIFEST}"))
             return there.save_id == manifest.save_id and all(
