@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -198,6 +199,30 @@ def _refuse_out(out: Path, checkpoint: Path, overwrite: bool) -> None:
         else:
             hint = f"it has no {PROVENANCE}, so it was not written by this command and is not replaced"
         raise CheckpointError(f"{out} is not empty: {hint}")
+    if foreign := sorted(_names(out) - _written(out) - {PROVENANCE}) if any(out.iterdir()) else []:
+        raise CheckpointError(
+            f"{out} holds {foreign[0]} ({len(foreign)} such), which this command did not write and would delete with "
+            "the rest; move it away, or choose a new folder"
+        )
+
+
+def _names(folder: Path) -> set[str]:
+    """Everything in a folder but the folders in it, by relative path."""
+    return {
+        str(Path(root, name).relative_to(folder))
+        for root, folders, files in os.walk(folder)
+        for name in [*files, *(name for name in folders if Path(root, name).is_symlink())]
+    }
+
+
+def _written(out: Path) -> set[str]:
+    """What the call that made `out` wrote into it."""
+    try:
+        return set(json.loads((out / PROVENANCE).read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{out / PROVENANCE} does not say which files this command wrote ({error}); choose a new folder"
+        ) from error
 
 
 def _write_folder(job: _Job, out: Path, options: _Options) -> None:
@@ -213,6 +238,7 @@ def _write_folder(job: _Job, out: Path, options: _Options) -> None:
             _write_json(weights / "config.json", config)
             add_components(job.base.path, partial, options.components)
         provenance = {"written_by": f"qwen-edit-zero {__version__}", **job.provenance, "dtype": options.dtype}
+        provenance["files"] = sorted(_names(partial))
         _write_json(partial / PROVENANCE, provenance)
         sync_folder(weights)
         sync_folder(partial)

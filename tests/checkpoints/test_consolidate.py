@@ -223,6 +223,10 @@ def test_what_is_there_is_not_overwritten_by_accident(run: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match="not empty: choose a new folder, or use --overwrite"):
         again(out, overwrite=False)
     assert (out / "consolidated.json").stat().st_ino == before
+    (out / "transformer" / "note.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds transformer/note\.txt .*did not write"):
+        again(out, overwrite=True)
+    (out / "transformer" / "note.txt").unlink()
     again(out, overwrite=True)
     assert (out / "consolidated.json").stat().st_ino != before
     (tmp_path / "mine").mkdir()
