@@ -7,7 +7,8 @@ from pathlib import Path
 
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import bytes_text
-from qwen_edit_zero.checkpoints.foreign.describe import is_foreign_source, list_foreign, show_foreign, verify_foreign
+from qwen_edit_zero.checkpoints.foreign.describe import list_foreign, show_foreign, verify_foreign
+from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign
 from qwen_edit_zero.checkpoints.manifest import Json, StoredTensor
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.validity import Progress, check_checkpoint, find_checkpoint, verify_checkpoint
@@ -21,7 +22,7 @@ def list_checkpoints(source: Path) -> str:
     Raises CheckpointError if the path is neither.
     """
     folder = layout.holds_checkpoints(source) if source.is_dir() else None
-    if folder is None and is_foreign_source(source):
+    if folder is None and is_foreign(source):
         return list_foreign(source)
     if folder is None:
         raise layout.refuse_source(source)
@@ -47,7 +48,7 @@ def list_checkpoints(source: Path) -> str:
 
 def show_checkpoint(source: Path) -> str:
     """What a checkpoint holds: counters, model, tensors of each kind. Raises CheckpointError."""
-    if is_foreign_source(source):
+    if is_foreign(source):
         return show_foreign(source)
     path = find_checkpoint(source).path
     assert path is not None
@@ -80,7 +81,7 @@ def show_checkpoint(source: Path) -> str:
 
 def verify_text(source: Path, progress: Progress | None = None) -> tuple[str, bool]:
     """Check every byte of a checkpoint; the findings, and whether it is sound. Raises CheckpointError."""
-    if is_foreign_source(source):
+    if is_foreign(source):
         return verify_foreign(source, progress)
     found = find_checkpoint(source)
     assert found.path is not None

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from qwen_edit_zero.edit_model.shards import Shards
 from qwen_edit_zero.safetensors_file import StoredTensor, read_header
-from tests.engines import problem
+from tests.engines import harness, problem
 
 
 def make_model(*, frozen: bool) -> problem.OddModel:
@@ -114,6 +114,29 @@ def train_fsdp2(rank: int, world: int, out: Path, style: str, steps: int, more: 
         dcp.save({"model": weights}, checkpoint_id=out / "pytorch_model_fsdp_0")
         dcp.save({"optimizer": moments}, checkpoint_id=out / "optimizer_0")
     return _losses(model, step, torch.Tensor.backward, range(steps, steps + more), rank, world)
+
+
+def save_fsdp1(rank: int, world: int, out: Path) -> bytes:
+    """Two steps under FSDP1, saved in its sharded form; returns the whole weights."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+    from torch.distributed.fsdp import StateDictType
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    module = make_model(frozen=False)
+    wrapped = ModuleWrapPolicy({type(module.transformer.transformer_blocks[0])})
+    model = Fsdp(module, device_id=torch.device("cpu"), use_orig_params=True, auto_wrap_policy=wrapped)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(lr: float) -> None:
+        adamw.step()
+        adamw.zero_grad()
+
+    _losses(model, step, torch.Tensor.backward, range(2), rank, world)
+    Fsdp.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    dcp.save({"model": model.state_dict(), "optim": Fsdp.optim_state_dict(model, adamw)}, checkpoint_id=out)
+    Fsdp.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    return harness.packed(model.state_dict())
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from qwen_edit_zero.checkpoints.foreign.source import ForeignSource
 from qwen_edit_zero.edit_model.folder import open_model_folder
 from qwen_edit_zero.errors import CheckpointError
 from tests.checkpoints import foreign_runs
+from tests.engines import harness
 from tests.ranks import run_ranks
 
 STAGES = {
@@ -49,14 +50,18 @@ def _right(folder: Path) -> Weights:
         weights = {n: t.contiguous() for n, t in get_fp32_state_dict_from_zero_checkpoint(str(folder)).items()}
         weights.pop("after.weight", None)  # shared, and stored once
         return weights
+    weights = _dcp_as_saved(folder)["model"]
+    assert isinstance(weights, dict)
+    return weights
+
+
+def _dcp_as_saved(folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(folder, folder.parent / "whole.pt")
-    saved = torch.load(folder.parent / "whole.pt")
+    saved: dict[str, Any] = torch.load(folder.parent / "whole.pt")
     (folder.parent / "whole.pt").unlink()
-    weights = saved["model"]
-    assert isinstance(weights, dict)
-    return weights
+    return saved
 
 
 def _consolidated(source: Path, out: Path, **options: Any) -> Weights:
@@ -91,6 +96,21 @@ def test_moments_are_read_in_any_cut(name: str, folders: dict[str, Path]) -> Non
                 assert torch.equal(source.read(key, start, length, kind), whole[start : start + length])
                 assert kind != "exp_avg_sq" or bool((whole >= 0).all())
         source.finish()
+
+
+def test_fsdp1_folders_hold_what_fsdp1_gathers(tmp_path: Path) -> None:
+    weights = harness.unpacked(run_ranks(foreign_runs.save_fsdp1, 2, tmp_path / "dcp")[0])
+    found = _consolidated(tmp_path / "dcp", tmp_path / "out")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    moments = _dcp_as_saved(tmp_path / "dcp")["optim"]["state"]
+    with ForeignSource(open_foreign(tmp_path / "dcp")) as source:
+        assert source.state.optimizer_steps == 2
+        assert len(list(source.names("exp_avg"))) > 60
+        for kind in ("exp_avg", "exp_avg_sq"):
+            for name in source.names(kind):
+                expected = moments[name.removeprefix("model.")][kind].reshape(-1)
+                assert torch.equal(source.read(name, 0, expected.numel(), kind), expected)
 
 
 def _flip(path: Path, draw: random.Random) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from qwen_edit_zero.checkpoints.disk import bytes_text
 from qwen_edit_zero.checkpoints.foreign.dcp import looks_like_dcp
 from qwen_edit_zero.checkpoints.foreign.deepspeed_folder import holds_shards, sorted_tags
-from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign, open_foreign
+from qwen_edit_zero.checkpoints.foreign.recognise import open_foreign
 from qwen_edit_zero.checkpoints.foreign.source import ForeignSource, ForeignState
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM
@@ -67,11 +67,6 @@ def verify_foreign(source: Path, progress: Callable[[int, int], None] | None = N
         return "\n".join([f"{opened.path} is not sound:", *(f"  {fault}" for fault in faults)]), False
     hedge = f"; {bare} parts have none, and may be damaged" if bare else ""
     return f"{opened.path} is whole, and every byte matches the CRC-32 in its file{hedge}", True
-
-
-def is_foreign_source(source: Path) -> bool:
-    """Whether these functions can tell something about a folder."""
-    return source.is_dir() and is_foreign(source)
 
 
 def _kind(label: str, state: ForeignState, kind: str, role: str | None) -> str:

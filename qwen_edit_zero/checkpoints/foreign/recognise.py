@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.foreign.dcp import looks_like_dcp, open_dcp
 from qwen_edit_zero.checkpoints.foreign.deepspeed import open_deepspeed
 from qwen_edit_zero.checkpoints.foreign.deepspeed_folder import looks_like_deepspeed
@@ -13,6 +14,8 @@ from qwen_edit_zero.errors import CheckpointError
 
 def is_foreign(path: Path) -> bool:
     """Whether a folder is a checkpoint of another program that can be read here."""
+    if not path.is_dir() or (path / layout.MANIFEST).exists() or layout.holds_checkpoints(path):
+        return False  # ours, whatever lies beside it
     return looks_like_dcp(path) or looks_like_deepspeed(path)
 
 
