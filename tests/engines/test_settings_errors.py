@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from qwen_edit_zero.engines.factory import make_engine
 from qwen_edit_zero.engines.zero.config import complete_config
+from qwen_edit_zero.engines.zero.library import refuse_stale_lock
 from qwen_edit_zero.errors import CheckpointError, SettingsError
 from qwen_edit_zero.settings.models import Settings
 from tests.engines import harness, problem
@@ -54,6 +57,17 @@ def test_settings_that_cannot_work_are_refused() -> None:
     for messages in run_ranks(refusals, 3):
         for name, (_, pattern) in REFUSED.items():
             assert re.search(pattern, messages[name]), messages[name]
+
+
+def test_the_lock_of_a_killed_compilation_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    refuse_stale_lock("cpu_adam")
+    (lock,) = (folder / "lock" for folder in tmp_path.rglob("cpu_adam"))
+    lock.touch()
+    refuse_stale_lock("cpu_adam")  # somebody may be compiling
+    os.utime(lock, (0, 0))
+    with pytest.raises(SettingsError, match=r"cpu_adam/lock is .* minutes old.*Delete that file"):
+        refuse_stale_lock("cpu_adam")
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from qwen_edit_zero.engines.collectives import bound_waiting
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.settings.models import Settings
 
+_COMPILING_SECONDS = 900.0  # it takes two minutes on an idle machine
 ZERO_OPTIMIZATION = "zero_optimization"
 
 
@@ -117,8 +120,28 @@ def watch_overflow(optimizer: Any, on_overflow: Callable[[], None]) -> None:
 
 
 def make_cpu_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    """AdamW for state in host memory; compiled on first use, which takes a minute or two."""
+    """AdamW for state in host memory; compiled on first use, which takes a minute or two.
+
+    Raises SettingsError if a compilation that was killed has left its lock, for which everybody would wait for ever.
+    """
+    refuse_stale_lock("cpu_adam")
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     adamw: torch.optim.Optimizer = DeepSpeedCPUAdam(parameters, adamw_mode=True, **options)
     return adamw
+
+
+def refuse_stale_lock(extension: str) -> None:
+    """Raise SettingsError if an extension's build folder has been locked for longer than compiling it takes."""
+    from torch.utils.cpp_extension import _get_build_directory
+
+    lock = Path(_get_build_directory(extension, False)) / "lock"
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        return
+    if age > _COMPILING_SECONDS:
+        raise SettingsError(
+            f"{lock} is {age / 60:.0f} minutes old: a program that was compiling DeepSpeed's {extension} was killed, and "
+            "everybody would wait for it. Delete that file and start again"
+        )
