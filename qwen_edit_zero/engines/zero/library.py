@@ -142,6 +142,6 @@ def refuse_stale_lock(extension: str) -> None:
         return
     if age > _COMPILING_SECONDS:
         raise SettingsError(
-            f"{lock} is {age / 60:.0f} minutes old: a program that was compiling DeepSpeed's {extension} was killed, and "
-            "everybody would wait for it. Delete that file and start again"
+            f"{lock} is {age / 60:.0f} minutes old: a program was killed while compiling DeepSpeed's {extension}, "
+            "and everybody would wait for it. Delete that file and start again"
         )
