@@ -8,7 +8,7 @@ RUN := runs/demo
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo install test test-slow check learning clean help
+.PHONY: demo install test test-slow check learning gpu-check clean help
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/'
@@ -59,6 +59,9 @@ check: $(VENV)/.installed-dev ## ruff, mypy (strict), import-linter
 
 learning: $(VENV)/.installed ## does the tiny model learn to edit? about 15 minutes
 	$(BIN)/python benchmarks/learning/run.py
+
+gpu-check: $(VENV)/.installed-dev ## the engines and LoRA of the full-size model on one GPU of 80 GB; 8 minutes
+	$(BIN)/python benchmarks/gpu_check/run.py
 
 clean: ## remove the virtual environment and caches, not the runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

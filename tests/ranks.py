@@ -1,7 +1,8 @@
-"""Run a function on several gloo ranks, each a process forked from a server that has the heavy imports already.
+"""Run a function on several ranks: gloo processes forked from a server that has the heavy imports already, or GPUs.
 
 Importing torch, deepspeed and diffusers costs about ten seconds; the fork server pays it once for the whole session
-and never computes anything itself, so its children are as good as fresh processes.
+and never computes anything itself, so its children are as good as fresh processes. Ranks on GPUs are started afresh:
+CUDA does not survive forking.
 """
 
 from __future__ import annotations
@@ -37,19 +38,28 @@ def _get_context() -> Any:
 
 
 def _entry(
-    connection: Connection, fn: Callable[..., Any], rank: int, world: int, port: int, init: bool, args: tuple[Any, ...]
+    connection: Connection,
+    fn: Callable[..., Any],
+    rank: int,
+    world: int,
+    port: int,
+    init: bool,
+    device: str,
+    args: tuple[Any, ...],
 ) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", DS_ACCELERATOR=device,
     )  # fmt: skip
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
         if init:
-            dist.init_process_group("gloo", rank=rank, world_size=world)
+            dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world)
         connection.send(("ok", fn(rank, world, *args)))
     except BaseException:
         connection.send(("error", traceback.format_exc()))
@@ -60,19 +70,24 @@ def _entry(
 
 
 def run_ranks(
-    fn: Callable[..., Any], world: int, *args: Any, timeout: float = 240.0, init_process_group: bool = True
+    fn: Callable[..., Any],
+    world: int,
+    *args: Any,
+    timeout: float = 240.0,
+    init_process_group: bool = True,
+    device: str = "cpu",
 ) -> list[Any]:
-    """Return `[fn(rank, world, *args) for each rank]`, computed by `world` gloo processes.
+    """Return `[fn(rank, world, *args) for each rank]`, computed by `world` gloo processes, or on as many GPUs.
 
     `fn` and `args` must be picklable (a module-level function). If a rank raises, the others are ended and
     AssertionError shows its traceback; the same if `timeout` seconds pass.
     """
-    context = _get_context()
+    context = _get_context() if device == "cpu" else multiprocessing.get_context("spawn")
     port = free_port()
     processes, connections = [], []
     for rank in range(world):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_entry, args=(sender, fn, rank, world, port, init_process_group, args))
+        process = context.Process(target=_entry, args=(sender, fn, rank, world, port, init_process_group, device, args))
         process.start()
         sender.close()
         processes.append(process)

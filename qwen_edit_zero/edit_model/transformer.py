@@ -24,7 +24,7 @@ def build_transformer(
     config = {k: v for k, v in folder.transformer_config.items() if not k.startswith("_")}
     module = QwenImageTransformer2DModel.from_config(config)
     restore_position_tables(module)
-    _set_attention(module, attention)
+    set_attention(module, attention)
     if lora is not None:
         add_lora(module, lora)
     return module.train()
@@ -44,7 +44,8 @@ def restore_position_tables(module: QwenImageTransformer2DModel) -> None:
     assert not rope.pos_freqs.is_meta
 
 
-def _set_attention(module: QwenImageTransformer2DModel, backend: str) -> None:
+def set_attention(module: QwenImageTransformer2DModel, backend: str) -> None:
+    """Let all blocks compute attention by this diffusers backend."""
     verbosity = diffusers_logging.get_verbosity()
     diffusers_logging.set_verbosity_error()  # it warns each time that the feature is experimental
     try:

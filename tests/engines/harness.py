@@ -15,7 +15,7 @@ import torch.distributed as dist
 from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.factory import make_engine
 from qwen_edit_zero.flat_state import PARAM, FlatRange
-from qwen_edit_zero.settings.models import Settings
+from qwen_edit_zero.settings.models import OptimizerSettings, Settings
 from tests.engines import problem
 
 CPU = torch.device("cpu")
@@ -117,11 +117,19 @@ def unpacked(value: bytes) -> Any:
     return torch.load(io.BytesIO(value), weights_only=False)
 
 
-def build(kind: str, source: MemorySource | None, *, frozen: bool = False, **settings: Any) -> ParallelEngine:
+def build(
+    kind: str,
+    source: MemorySource | None,
+    *,
+    frozen: bool = False,
+    device: torch.device = CPU,
+    optimizer: OptimizerSettings = problem.OPTIMIZER,
+    **settings: Any,
+) -> ParallelEngine:
     """An engine that is set up; without a source it keeps the values of `problem.make_model()`."""
-    engine = make_engine(engine_settings(kind, **settings), device=CPU)
+    engine = make_engine(engine_settings(kind, **settings), device=device)
     module = problem.make_engine_model(engine, frozen=frozen) if source else problem.make_model(frozen=frozen)
-    engine.setup(module, optimizer=problem.OPTIMIZER, weights=source)
+    engine.setup(module, optimizer=optimizer, weights=source)
     return engine
 
 

@@ -73,7 +73,7 @@ def weights_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def samples(step: int, count: int) -> list[dict[str, torch.Tensor]]:
+def samples(step: int, count: int, device: torch.device | str = "cpu") -> list[dict[str, torch.Tensor]]:
     """The samples of a step: tensors without a batch dimension. Their losses spread over more than a decade."""
     drawn = []
     for index in range(count):
@@ -87,7 +87,7 @@ def samples(step: int, count: int) -> list[dict[str, torch.Tensor]]:
                 "target": torch.randn(math.prod(GRID[0]), CHANNELS, generator=generator) * (1 + index / 4),
             }
         )
-    return drawn
+    return [{key: tensor.to(device) for key, tensor in sample.items()} for sample in drawn]
 
 
 def loss_sum(
@@ -108,12 +108,13 @@ def train_plainly(
     adamw = torch.optim.AdamW(
         trained, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
     )
+    device = trained[0].device
     losses, norms = [], []
     for step, count in enumerate(COUNTS):
-        batch = samples(step, count)
+        batch = samples(step, count, device)
         total = 0.0
         for sample in batch:
-            with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            with torch.autocast(device.type, autocast or torch.bfloat16, enabled=autocast is not None):
                 loss = loss_sum(model, [sample]) / count
             loss.backward()
             total += loss.item()
@@ -144,7 +145,7 @@ def train_with(
     """
     losses, results = [], []
     for step in steps:
-        drawn = samples(step, COUNTS[step])
+        drawn = samples(step, COUNTS[step], engine.device)
         own = drawn[engine.dp_rank :: engine.dp_size]
         micro_batches = [(own[i : i + micro], 1.0) for i in range(0, len(own), micro)]
         most = -(-len(drawn) // engine.dp_size)  # samples of the ranks that have most
