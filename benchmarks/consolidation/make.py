@@ -46,7 +46,9 @@ def _save_deepspeed(folder: Path, stage: int, layers: int) -> None:
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": True},
     }
-    engine, *_ = deepspeed.initialize(model=_model(layers), config=config)
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):  # never whole: memory is scarce
+        model = _model(layers)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.backward(engine(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean())
     engine.step()
     engine.save_checkpoint(str(folder))
