@@ -1,6 +1,6 @@
 """Run the checkpoint benchmarks and print their tables: `python benchmarks/checkpoints/run.py [NAME ...]`.
 
-Names: kills, damage; none: all, in this order. The tables of the last run of each also go to
+Names: kills, damage, stalls; none: all, in this order. The tables of the last run of each also go to
 runs/benchmarks/checkpoints/NAME.md.
 """
 
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("kills", "damage")
+NAMES = ("kills", "damage", "stalls")
 
 
 def main(names: list[str]) -> int:
