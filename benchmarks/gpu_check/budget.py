@@ -23,9 +23,10 @@ class Budget:
         """Seconds until the end, negative after it."""
         return self._end - self._clock()
 
-    def allows(self, part: str, seconds: float) -> bool:
-        """Whether a part that takes about so long may start; notes it otherwise."""
-        if self.left >= seconds:
+    def allows(self, part: str, seconds: float, *, keep: float = 0.0) -> bool:
+        """Whether a part that takes about so long may start, with `keep` seconds for later ones; notes it otherwise."""
+        if self.left >= seconds + keep:
             return True
-        self.left_out.append(f"{part} (needs about {seconds:.0f} s, {max(self.left, 0):.0f} s are left)")
+        later = f", {keep:.0f} s of them for later parts" if keep else ""
+        self.left_out.append(f"{part} (needs about {seconds:.0f} s, {max(self.left, 0):.0f} s are left{later})")
         return False

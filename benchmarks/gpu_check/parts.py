@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.gpu_check import contract, steps, vae
 from benchmarks.gpu_check.budget import Budget
+from benchmarks.gpu_check.memory import release
 from benchmarks.gpu_check.model import FULL, TINY, Subject, step_memory
 from benchmarks.gpu_check.report import Report
 from tests.gpu.checks import all_checks
@@ -37,8 +38,10 @@ def check(device: torch.device, *, tiny: bool, seconds: float, names: Sequence[s
     run_steps("LoRA steps under DDP", FIRST_STEPS, "ddp", attention=usable)
     chosen = [n for n in all_checks() if compiled or not n.endswith("compiled")] if names is None else names
     say(f"contract: {len(chosen)} checks")
-    # The other engine is worth more than the last checks, which come in no order of worth.
-    report.contract = contract.run_checks(device, chosen, allows=lambda part: budget.allows(part, CHECK * scale))
+    later = scale * (OTHER_ENGINE + VAE + (COMPILING if compiled else 0))  # worth more than the last of the checks
+    report.contract = contract.run_checks(
+        device, chosen, allows=lambda part: budget.allows(part, CHECK * scale, keep=later)
+    )
     run_steps("LoRA steps under FSDP2", OTHER_ENGINE, "fsdp2")
     if budget.allows("VAE", VAE * scale):
         say("VAE")
@@ -53,6 +56,7 @@ def lacking(subject: Subject, kind: str, device: torch.device) -> str | None:
     """Why the model does not fit on this device, or None."""
     if device.type != "cuda":
         return None
+    release(device)
     needed = step_memory(subject, kind) + WORKING * subject.tokens * subject.width * 2
     there = torch.cuda.mem_get_info(device)[0]
     if needed <= there:

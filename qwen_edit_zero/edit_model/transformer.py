@@ -11,6 +11,8 @@ from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.edit_model.lora import add_lora
 from qwen_edit_zero.settings.models import LoraSettings
 
+_QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+
 
 def build_transformer(
     folder: ModelFolder, *, attention: str = "native", lora: LoraSettings | None = None
@@ -52,3 +54,13 @@ def set_attention(module: QwenImageTransformer2DModel, backend: str) -> None:
         module.set_attention_backend(backend)
     finally:
         diffusers_logging.set_verbosity(verbosity)
+    if not backend.removeprefix("_").startswith("native"):
+        for name, part in module.named_modules():
+            if name.rpartition(".")[2] in _QK_NORMS:
+                part.register_forward_hook(_in_dtype_of_input)
+
+
+def _in_dtype_of_input(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    """Autocast leaves norms with fp32 weights, so queries and keys, in fp32 beside values in bf16. PyTorch's attention
+    casts; other packages' kernels refuse."""
+    return output.to(inputs[0].dtype)

@@ -150,4 +150,8 @@ def test_what_does_not_fit_into_the_time_is_left_out() -> None:
     assert not budget.allows("second", 20)
     assert budget.allows("third", 10)
     assert budget.left == 15
-    assert budget.left_out == ["second (needs about 20 s, 15 s are left)"]
+    assert not budget.allows("fourth", 10, keep=10)
+    assert budget.left_out == [
+        "second (needs about 20 s, 15 s are left)",
+        "fourth (needs about 10 s, 15 s are left, 10 s of them for later parts)",
+    ]
