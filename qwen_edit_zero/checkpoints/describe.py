@@ -60,6 +60,7 @@ def show_checkpoint(source: Path) -> str:
         str(path),
         f"step            {manifest.step}",
         f"samples seen    {'unknown' if manifest.samples_seen is None else manifest.samples_seen}",
+        *(f"{name:<15} {value:.6g}" for name, value in manifest.metrics.items()),
         f"written         {manifest.created}, format {manifest.format_version}",
         f"by              {manifest.engine} on {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, "
         f"qwen-edit-zero {manifest.package_version}",

@@ -153,7 +153,7 @@ class CheckpointSettings(Section):
     keep_best: Positive | None = None  # how many of the best by best_metric stay as well
     # what is lowest in the best; loss: mean since the last checkpoint; step_loss: of its own step
     best_metric: Literal["loss", "step_loss"] = "loss"
-    asynchronous: bool = False  # write while training goes on, from a copy in host memory
+    asynchronous: bool = True  # write while training goes on, from a copy in host memory
     when_busy: Literal["wait", "skip"] = "wait"  # if one is due while another is still being written
     on_failure: Literal["stop", "warn"] = "stop"  # if one cannot be written; warn: train on, but the last one must be
     backup: str | None = None  # a folder or fsspec URL that gets verified copies
