@@ -120,7 +120,9 @@ def looks_like(path: Path) -> str:
         return "it is a file, not a folder"
     names = {p.name for p in _entries(path)}
     if ".metadata" in names:
-        return "it is a torch distributed checkpoint (DCP) folder; qwen-edit-zero checkpoint import brings it into a run"
+        return (
+            "it is a torch distributed checkpoint (DCP) folder; qwen-edit-zero checkpoint import brings it into a run"
+        )
     if any(n.endswith("_optim_states.pt") for n in names) or any(n.startswith("global_step") for n in names):
         return "it is a checkpoint written by DeepSpeed itself; qwen-edit-zero checkpoint import brings it into a run"
     if "model_index.json" in names or "config.json" in names:
