@@ -6,6 +6,7 @@ others' packages; so the folder above takes its place.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,7 @@ def _run(given: list[str], prog: str) -> int:
         return 0
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is told in words, not as a C++ stack
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and every rank would warn of 4 bits
     choose_allocator(loaded.settings)
     from qwen_edit_zero.training.run import train  # imports torch: everything cheap has been checked before
 
