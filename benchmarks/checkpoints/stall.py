@@ -34,7 +34,7 @@ from qwen_edit_zero.training.saving import CheckpointHook
 from qwen_edit_zero.training.task import EditTask
 from tests.ranks import run_ranks
 
-CONFIG = problem.transformer_config(width=640, layers=6)
+CONFIG = problem.transformer_config(width=640, layers=5)
 KINDS = ("fsdp2", "zero2", "zero3")
 RANKS, ROUNDS, EVERY, IDLE = 2, 5, 1000, 3
 LATENT = 8  # a side of target and reference: short samples, so that several steps fit into a save
