@@ -18,10 +18,10 @@ from qwen_edit_zero.checkpoints.disk import (
     sync_folder,
     write_file,
 )
-from qwen_edit_zero.checkpoints.manifest import ManifestHead, load_head
+from qwen_edit_zero.checkpoints.manifest import ManifestHead
 from qwen_edit_zero.checkpoints.placement import clean_leftovers, put_in_place
 from qwen_edit_zero.checkpoints.validity import check_checkpoint
-from qwen_edit_zero.errors import CheckpointError, StorageError
+from qwen_edit_zero.errors import CheckpointError, QwenEditError, StorageError
 
 
 class BackupPlace(Protocol):
@@ -30,7 +30,10 @@ class BackupPlace(Protocol):
     name: str
 
     def copy(self, checkpoint: Path) -> str:
-        """Copy one checkpoint, unless the same save is there already; returns where to. Raises StorageError."""
+        """Copy one checkpoint, unless the same save is there already; returns where to.
+
+        Raises StorageError, or CheckpointError if it is the checkpoint that cannot be used.
+        """
         ...
 
 
@@ -65,9 +68,9 @@ def backup_checkpoint(checkpoint: Path, destination: Path) -> Path:
 
     What is read is compared with the checksums of the manifest, and what was written is read again and compared too.
     A copy of the same save that is there already is left as it is. Returns the copy's folder.
-    Raises StorageError naming the file.
+    Raises StorageError naming the file, CheckpointError if the checkpoint is damaged.
     """
-    manifest = load_head(checkpoint)
+    manifest = check_checkpoint(checkpoint)
     final = destination / layout.checkpoint_name(manifest.step)
     if _same_save(final, manifest):
         return final
@@ -86,7 +89,7 @@ def backup_checkpoint(checkpoint: Path, destination: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         why = f"{error.strerror} ({error.filename}){advice(error)}"
         raise StorageError(f"copying {checkpoint} to {destination} failed: {why}") from error
-    except StorageError:
+    except QwenEditError:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
@@ -111,6 +114,6 @@ def _copy(source: Path, target: Path, checksum: str) -> None:
         while count := read.readinto(buffer):
             written.write(buffer[:count])
     if written.checksum != checksum:
-        raise StorageError(f"{source} is damaged: it does not match the checksum taken while it was written")
+        raise CheckpointError(f"{source} is damaged: it does not match the checksum taken while it was written")
     if checksum_of(target) != checksum:
         raise OSError(errno.EIO, "what was written reads back differently", str(target))

@@ -45,12 +45,13 @@ def put_in_place(partial: Path, final: Path, step: int) -> None:
 
 
 @_alone
-def delete_checkpoint(path: Path) -> None:
+def delete_checkpoint(path: Path, *, unnamed: Callable[[], None] = lambda: None) -> None:
     """Delete a checkpoint folder, or, if it also holds files of somebody else, only the checkpoint's own files.
 
     Of a symbolic link only the link goes.
 
-    The folder first leaves its name in one rename, so that an interruption leaves no half checkpoint under it.
+    The folder first leaves its name in one rename, so that an interruption leaves no half checkpoint under it; then
+    `unnamed` is called, and then its files are deleted.
     """
     if path.is_symlink():
         path.unlink()
@@ -62,6 +63,7 @@ def delete_checkpoint(path: Path) -> None:
         doomed = layout.deleted_folder(path.parent, step)
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
+        unnamed()
         shutil.rmtree(doomed)
         return
     for name in (layout.MANIFEST, *sorted(p.name for p in path.iterdir() if layout.is_own_file(p.name))):

@@ -11,8 +11,9 @@ import xxhash
 
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES
-from qwen_edit_zero.checkpoints.manifest import ManifestHead, load_head, parse_head
-from qwen_edit_zero.errors import CheckpointError, SettingsError, StorageError
+from qwen_edit_zero.checkpoints.manifest import ManifestHead, parse_head
+from qwen_edit_zero.checkpoints.validity import check_checkpoint
+from qwen_edit_zero.errors import CheckpointError, QwenEditError, SettingsError, StorageError
 
 
 class RemoteBackup:
@@ -38,14 +39,17 @@ class RemoteBackup:
         self._root = str(root).rstrip("/")
 
     def copy(self, checkpoint: Path) -> str:
-        """Copy one checkpoint, unless the same save is there already; returns the copy's URL. Raises StorageError."""
-        manifest = load_head(checkpoint)
+        """Copy one checkpoint, unless the same save is there already; returns the copy's URL.
+
+        Raises StorageError, or CheckpointError if it is the checkpoint that cannot be used.
+        """
+        manifest = check_checkpoint(checkpoint)
         name = layout.checkpoint_name(manifest.step)
         target = f"{self._root}/{name}"
         try:
             if not self._has(target, manifest):
                 self._write(checkpoint, target, manifest)
-        except StorageError:
+        except QwenEditError:
             raise
         except Exception as error:  # every kind of place raises its own
             raise StorageError(
@@ -81,7 +85,7 @@ class RemoteBackup:
                 written.write(chunk)
         if digest.hexdigest() != checksum:
             self._fs.rm_file(target)
-            raise StorageError(f"{source} is damaged: it does not match the checksum taken while it was written")
+            raise CheckpointError(f"{source} is damaged: it does not match the checksum taken while it was written")
         back = xxhash.xxh3_64()
         with self._fs.open(target, "rb", block_size=CHUNK_BYTES) as read:
             for chunk in _chunks(read):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from qwen_edit_zero.checkpoints import layout
-from qwen_edit_zero.checkpoints.in_use import is_being_read
+from qwen_edit_zero.checkpoints.in_use import deletion_lock
 from qwen_edit_zero.checkpoints.manifest import load_head
 from qwen_edit_zero.checkpoints.placement import delete_checkpoint
 from qwen_edit_zero.checkpoints.validity import is_valid
@@ -35,34 +36,48 @@ class Retention:
         assert self.keep is None or self.keep >= 1, "a run without any checkpoint cannot be resumed"
 
 
-def prune(folder: Path, retention: Retention, *, protect: Collection[Path] = ()) -> list[Path]:
-    """Delete the checkpoints that need not stay (never `protect`, which count as the newest); returns those gone.
+def prune(folder: Path, retention: Retention, *, newest: Path | None = None, hold: Collection[Path] = ()) -> list[Path]:
+    """Delete the checkpoints older (by step) than `newest` that need not stay beside it; returns those gone.
 
+    Later steps are never touched: another thread may just have written them, or an earlier run that went further.
     Only valid ones are counted, and only valid ones are deleted: a damaged folder neither pushes out a good one nor
     disappears before somebody has looked at it. Nor does one that is being read, on this node or (where the file
     system knows locks) on another: it goes at a later call. Symbolic links and folders of other names are left alone.
+
+    Args:
+        newest: None: the newest valid one.
+        hold: neither deleted nor counted.
+
     Raises OSError.
     """
     if retention.keep is None:
         return []
-    newest_first = [path for path in reversed(layout.checkpoint_folders(folder)) if path not in protect]
-    staying = set(protect)
-    for path in newest_first:
-        if len(staying) >= retention.keep:
-            break
-        if is_valid(path):
-            staying.add(path)
+    candidates = [path for path in reversed(layout.checkpoint_folders(folder)) if path not in hold]
+    first = next(filter(is_valid, candidates), None) if newest is None else newest
+    if first is None:
+        return []
+    limit = _step(first)
+    candidates = [path for path in candidates if _step(path) <= limit]
+    staying = set(itertools.islice(filter(is_valid, candidates), retention.keep))
     if retention.best:
-        staying |= set(_best([*newest_first, *protect], retention))
+        staying |= set(_best(candidates, retention))
     gone = []
-    for path in newest_first:
-        step = layout.step_of(path)
-        for_ever = retention.every is not None and step is not None and step % retention.every == 0
-        if path in staying or for_ever or path.is_symlink() or not is_valid(path) or is_being_read(path):
+    for path in candidates:
+        step = _step(path)
+        for_ever = retention.every is not None and step % retention.every == 0
+        if step == limit or path in staying or for_ever or path.is_symlink() or not is_valid(path):
             continue
-        delete_checkpoint(path)
-        gone.append(path)
+        with deletion_lock(path) as lock:
+            if lock.free:
+                delete_checkpoint(path, unnamed=lock.release)
+                gone.append(path)
     return gone
+
+
+def _step(path: Path) -> int:
+    step = layout.step_of(path)
+    assert step is not None, path
+    return step
 
 
 def _best(paths: list[Path], retention: Retention) -> Iterator[Path]:

@@ -135,7 +135,7 @@ def save_checkpoint(
     if retention is not None:
         with ranks.together(f"{final} is whole, but deleting older ones"):
             if ranks.rank == 0:
-                prune(folder, retention, protect={final})
+                prune(folder, retention, newest=final)
     return final
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import sys
 import threading
@@ -18,6 +16,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from qwen_edit_zero.checkpoints.background import be_nice
 from qwen_edit_zero.checkpoints.backup import open_backup
 from qwen_edit_zero.checkpoints.caretaker import Caretaker
 from qwen_edit_zero.checkpoints.coordination import Coordinator
@@ -36,7 +35,6 @@ from qwen_edit_zero.training.metrics import StepMetrics
 from qwen_edit_zero.training.resume import RunIdentity, run_state
 
 WRITING_SECONDS = 6 * 3600  # the most by which ranks may differ in writing their files
-NICE = 10  # of the writing thread, so that it takes no core from training
 
 Describe = Callable[[StepMetrics, Mapping[str, float]], Contents]
 
@@ -83,6 +81,7 @@ class CheckpointHook:
             if self._ranks.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 self._caretaker = Caretaker(folder, _retention(settings), place)
+                self._caretaker.catch_up()
         self._flight: _Flight | None = None
         self._thread: ThreadPoolExecutor | None = None
         if settings.asynchronous:
@@ -91,7 +90,7 @@ class CheckpointHook:
                 group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WRITING_SECONDS))
             self._background_ranks = Coordinator(group)
             self._snapshot = HostSnapshot(pinned=engine.device.type == "cuda")
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_be_nice)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=be_nice)
             self._restore_signal = _end_by_exception_on_sigterm()
 
     def after_step(self, metrics: StepMetrics, *, is_last: bool) -> None:
@@ -264,12 +263,6 @@ class _MeanLoss:
 
 def _retention(settings: CheckpointSettings) -> Retention:
     return Retention(settings.keep, settings.keep_every, settings.keep_best or 0, settings.best_metric)
-
-
-def _be_nice() -> None:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # Linux: of this thread alone
 
 
 def _end_by_exception_on_sigterm() -> Callable[[], None]:

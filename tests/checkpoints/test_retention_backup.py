@@ -42,11 +42,14 @@ def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path: Path) -> None:
     assert _names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
-def test_the_one_just_written_stays_also_among_later_steps_of_an_earlier_run(tmp_path: Path) -> None:
-    for step in (100, 200, 300):
+def test_later_steps_than_the_one_just_written_are_not_touched(tmp_path: Path) -> None:
+    for step in (20, 30, 100, 200):
         save(tmp_path, step)
     save(tmp_path, 50, retention=Retention(keep=2))
-    assert _names(tmp_path) == ["step-00000050", "step-00000300"]
+    assert _names(tmp_path) == [f"step-{step:08d}" for step in (30, 50, 100, 200)]
+    assert prune(tmp_path, Retention(keep=1), newest=tmp_path / "step-00000100") == [
+        tmp_path / "step-00000050", tmp_path / "step-00000030"
+    ]  # fmt: skip
 
 
 def test_every_nth_and_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
@@ -129,7 +132,7 @@ def test_a_damaged_checkpoint_is_not_backed_up(tmp_path: Path) -> None:
     path = save(tmp_path / "run", 4)
     file = path / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(StorageError, match=r"rank-00000\.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors is damaged"):
         backup_checkpoint(path, tmp_path / "backup")
     assert _names(tmp_path / "backup") == []
 

@@ -299,7 +299,7 @@ def test_a_failing_backup_is_told_tried_again_and_holds_up_deletion_alone(tmp_pa
     place.write_text("a file where the folder should be")
     run = Run(tmp_path / "run", asynchronous=False, keep=1, backup=str(place))
     run.train(2)
-    run.hook._caretaker._working.result()  # type: ignore[union-attr]
+    run.hook._caretaker.wait()  # type: ignore[union-attr]
     run.hook._pass_on()
     assert any("step-00000002 is whole, but its copy in" in line for line in run.said)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-00000001", "step-00000002"]
