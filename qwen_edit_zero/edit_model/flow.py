@@ -39,8 +39,12 @@ class FlowDraw:
     weight: torch.Tensor
 
     def to(self, device: torch.device) -> FlowDraw:
-        """The same on another device."""
-        return FlowDraw(self.noise.to(device), self.sigma.to(device), self.weight.to(device))
+        """The same on another device; GPUs are not waited for."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+        return FlowDraw(moved(self.noise), moved(self.sigma), moved(self.weight))
 
 
 class FlowMatching:

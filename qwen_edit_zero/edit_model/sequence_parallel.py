@@ -225,8 +225,9 @@ def _project(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value (B, tokens, heads, head width) of one stream."""
     query, key, value = (project(states).view(*states.shape[:2], heads, -1) for project in projections)
+    # Under autocast, norms that train return fp32: the exchange would move twice the bytes.
     query, key = (
-        apply_rotary_emb_qwen(norm(tensor), rope, use_real=False)
+        apply_rotary_emb_qwen(norm(tensor), rope, use_real=False).to(value.dtype)
         for tensor, norm in zip((query, key), norms, strict=True)
     )
     return query, key, value

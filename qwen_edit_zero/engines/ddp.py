@@ -31,6 +31,7 @@ class DDPEngine(TorchEngine):
             module,
             find_unused_parameters=True,
             gradient_as_bucket_view=True,
+            init_sync=False,  # every rank has read all weights; broadcasting them would move the whole model once more
         )
         self._ddp.register_comm_hook(None, _sum_over_ranks)
         return self._ddp

@@ -92,6 +92,12 @@ def _model(report: _Report) -> None:
     if model.activation_checkpointing == "none":
         why = f"{report.at('model.activation_checkpointing')} recomputes no block"
         report.no_effect(("model.checkpoint_every", "model.offload_activations"), why)
+    if model.compile and model.activation_checkpointing == "selective" and report.settings.engine.sequence_parallel > 1:
+        report.add(
+            f"{report.at('model.compile')} has no effect with {report.at('model.activation_checkpointing')} and "
+            f"{report.at('engine.sequence_parallel')}: the exchange between ranks inside of a recomputed block cannot "
+            "be compiled. Use model.activation_checkpointing=block, or leave out one of the three"
+        )
 
 
 def _checkpoint(report: _Report) -> None:

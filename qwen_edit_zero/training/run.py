@@ -80,14 +80,19 @@ class _Run:
 
     def go(self) -> int:
         with run_folder.take(self.path) if self.rank == 0 else nullcontext():
-            if self.rank == 0 and self.resume == resuming.NONE:
-                aside = run_folder.set_aside(self.path)
-                if aside is not None:
-                    self.say(f"starting over: what the earlier run {self.settings.run.name} left is now in {aside}")
-            barrier()
-            return self._go()
+            engine = make_engine(self.settings, device=self.device)
+            try:
+                module = self._module(engine)  # shows what cannot work before an earlier run is moved or data encoded
+                if self.rank == 0 and self.resume == resuming.NONE:
+                    aside = run_folder.set_aside(self.path)
+                    if aside is not None:
+                        self.say(f"starting over: what the earlier run {self.settings.run.name} left is now in {aside}")
+                barrier()
+                return self._go(engine, module)
+            finally:
+                engine.close()
 
-    def _go(self) -> int:
+    def _go(self, engine: ParallelEngine, module: torch.nn.Module) -> int:
         settings = self.settings
         checkpoint = resuming.choose_checkpoint(
             self.resume, self.checkpoints, self.say, rank=self.rank, world_size=self.world
@@ -125,17 +130,14 @@ class _Run:
                     "raise run.max_steps or run.epochs; for another run, set run.name; to start over, use --resume none"
                 )
                 return 0
-        engine = self._engine(reader)
-        try:
-            self._fit(engine, conditioned, schedule, identity, first, total_steps)
-        finally:
-            engine.close()
+        self._set_up(engine, module, reader)
+        self._fit(engine, conditioned, schedule, identity, first, total_steps)
         self.say(f"finished {total_steps} {'step' if total_steps == 1 else 'steps'}; everything is in {self.path}")
         return 0
 
-    def _engine(self, reader: CheckpointReader | None) -> ParallelEngine:
+    def _module(self, engine: ParallelEngine) -> torch.nn.Module:
+        """The model without values, frozen or with adapters as the settings say."""
         settings = self.settings
-        engine = make_engine(settings, device=self.device)
         attention = resolve_attention(
             settings.model.attention,
             device=self.device,
@@ -144,7 +146,7 @@ class _Run:
             masked=settings.batch.micro_size > 1,
         )
         with engine.init_context():
-            module = build_transformer(self.folder, attention=attention, lora=settings.model.lora)
+            module: torch.nn.Module = build_transformer(self.folder, attention=attention, lora=settings.model.lora)
         if engine.ranks.sequence_group is not None:
             split_sequences(module, engine.ranks.sequence_group)
         trained = freeze(module, settings.model.freeze)
@@ -153,6 +155,10 @@ class _Run:
             compute_bytes = DTYPES[settings.precision.mode].itemsize
             masters_apart = settings.engine.backend == "deepspeed"
             self.say("\n".join(trained.lines(compute_bytes=compute_bytes, masters_apart=masters_apart)))
+        return module
+
+    def _set_up(self, engine: ParallelEngine, module: torch.nn.Module, reader: CheckpointReader | None) -> None:
+        settings = self.settings
         engine.setup(
             module,
             optimizer=settings.optimizer,
@@ -162,7 +168,6 @@ class _Run:
             with reader:
                 engine.load_state(reader, reader.run_state["engine"])
             self.say(f"going on from {reader.path} (step {reader.step}, written by {reader.manifest.engine})")
-        return engine
 
     def _fit(
         self,

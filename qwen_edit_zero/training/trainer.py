@@ -26,7 +26,7 @@ class Task(Protocol):
         ...
 
     def flops(self, batch: EditBatch) -> float:
-        """Model FLOP of training on this micro-batch's real samples."""
+        """Model FLOP of training on this micro-batch's real samples; the batch is still on the host."""
         ...
 
 
@@ -109,15 +109,16 @@ class Trainer:
         incoming = iter(batches)
         for i in range(len(batches)):
             waiting = time.perf_counter()
-            batch = next(incoming).to(self.engine.device, non_blocking=True)
+            on_host = next(incoming)
             data_seconds += time.perf_counter() - waiting
+            flops += self.task.flops(on_host)  # here, where looking at the weights makes nobody wait for the device
+            batch = on_host.to(self.engine.device, non_blocking=True)
             with self.engine.micro_step(is_last=i == len(batches) - 1):
                 losses = self.task.losses(self.engine.forward, batch)
                 loss = (losses * batch.weights).sum()
                 self.engine.backward(loss / samples)
             loss_sum += loss.detach()
             by_sample.append((batch.sample_ids, losses.detach()))
-            flops += self.task.flops(batch)
         lr = self.lr_at(int(self.engine.scalars()["optimizer_steps"]))
         result = self.engine.step(lr=lr)
         totals = torch.tensor([loss_sum.item(), flops], dtype=torch.float64)

@@ -101,7 +101,11 @@ def loss_sum(
 
 
 def train_plainly(
-    model: torch.nn.Module, optimizer: OptimizerSettings, *, autocast: torch.dtype | None = None
+    model: torch.nn.Module,
+    optimizer: OptimizerSettings,
+    *,
+    autocast: torch.dtype | None = None,
+    steps: range = ALL_STEPS,
 ) -> tuple[list[float], list[float]]:
     """Train `model` in place through the schedule, one sample at a time. Returns losses and gradient norms."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -110,7 +114,8 @@ def train_plainly(
     )
     device = trained[0].device
     losses, norms = [], []
-    for step, count in enumerate(COUNTS):
+    for step in steps:
+        count = COUNTS[step]
         batch = samples(step, count, device)
         total = 0.0
         for sample in batch:

@@ -109,6 +109,7 @@ def test_engine_equals_plain_loop(kind: str, world: int, plain: dict[bool, dict[
     assert list(first["results"][POISONED_STEP].non_finite) == [name for name in trains if name != "unused"][:3]
 
     for report in reports:
+        assert all(report["weights"][name].equal(first["weights"][name]) for name in first["weights"])
         assert report["names"] == list(expected["weights"])
         assert report["loaded exactly"]
         assert report["same norms"]

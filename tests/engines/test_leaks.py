@@ -100,7 +100,8 @@ def test_groups_of_the_libraries_have_the_timeout_of_the_run() -> None:
 
 
 TRAIN_QUIETLY = """
-import os, sys
+import logging, os, sys
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as train.py does: peft imports it where it is installed
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
 import torch.distributed as dist
 from qwen_edit_zero.engines import factory

@@ -48,7 +48,7 @@ OPTIONS = {
     # DeepSpeed's own map from parameters to masters is wrong under the first of these.
     "round robin": (3, "zero2", {"zero": {"round_robin_gradients": True}}),
     "alignment": (3, "zero1", {"zero": {"parameter_alignment": True, "overlap_comm": False}}),
-    "hierarchical partitioning": (2, "zero3", {"zero": {"zero_hpz_partition_size": 2}}),
+    "hierarchical partitioning": (4, "zero3", {"zero": {"zero_hpz_partition_size": 2}}),
     "gathered after forward": (2, "fsdp2", {"reshard_after_forward": False}),
     "reduced once a step": (2, "fsdp2", {"reduce_every_micro_batch": False}),
     "gathered two blocks ahead": (2, "fsdp2", {"prefetch_blocks": 2}),
@@ -116,6 +116,40 @@ def test_checkpointing_changes_no_bit(kind: str) -> None:
             assert all(stored[2][name].equal(recomputed[2][name]) for name in stored[2])
         block, every_second = others[0][0], others[1][0]
         assert block < every_second < size
+
+
+def offloaded_inputs(rank: int, world: int) -> list[int]:
+    """How many tensors of blocks are handed to the hook that keeps them in host memory, without and with the option."""
+    from torch.autograd import graph
+
+    library, counts = graph.save_on_cpu, []
+    for options in ({}, {"model": {"offload_activations": True}}):
+        packed: list[torch.Tensor] = []
+
+        def recording(pin_memory: bool, packed: list[torch.Tensor] = packed) -> Any:
+            hooks = library(pin_memory=pin_memory)
+            pack = hooks.pack_hook
+
+            def note(tensor: torch.Tensor) -> Any:
+                packed.append(tensor)
+                return pack(tensor)
+
+            return graph.saved_tensors_hooks(note, hooks.unpack_hook)
+
+        graph.save_on_cpu = recording
+        engine = harness.build("fsdp2", None, checkpointing="block", **options)
+        with engine.micro_step(is_last=True):
+            engine.backward(problem.loss_sum(engine.forward, problem.samples(0, 1)))
+        engine.close()
+        counts.append(len(packed))
+    graph.save_on_cpu = library
+    return counts
+
+
+def test_offloading_hands_the_inputs_of_every_block_to_the_host() -> None:
+    without, offloaded = run_ranks(offloaded_inputs, 1)[0]
+    assert without == 0
+    assert offloaded == 2 * 3  # of two blocks: image and text tokens and the time embedding
 
 
 class AttentionCount(TorchDispatchMode):

@@ -67,6 +67,7 @@ class ZeroEngine(ParallelEngine):
             )
         self.device = device
         self.ranks = arrange_ranks(settings.engine)
+        complete_config(settings, settings.optimizer, self.ranks.world_size)  # refuses what cannot work, early
         self._settings = settings
         self._dtype = DTYPES[settings.precision.mode]
         self._loss_scale = LossScale(settings.precision)
