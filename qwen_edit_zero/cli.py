@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
@@ -42,7 +41,9 @@ def _parser() -> ArgumentParser:
         "wrote, told by its content",
     )
     verb.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    verb.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights (default bf16)")
+    verb.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="of the weights (default bf16; of an exported adapter fp32)"
+    )
     verb.add_argument(
         "--base",
         type=Path,
@@ -56,16 +57,13 @@ def _parser() -> ArgumentParser:
     verb.add_argument(
         "--weights", choices=("model", "ema"), default="model", help="the weights, or their running average"
     )
+    verb.add_argument("--shard-size", type=_bytes, metavar="SIZE", help="of weight files at most (default 10GB)")
     verb.add_argument(
-        "--shard-size", type=_bytes, default="10GB", metavar="SIZE", help="of weight files at most (default 10GB)"
-    )
-    verb.add_argument(
-        "--threads", type=int, metavar="N", help="that read and write (default: one a processor, up to 4)"
+        "--threads", type=_count, metavar="N", help="that read and write (default: one a processor, up to 4)"
     )
     verb.add_argument(
         "--components",
         choices=("link", "copy", "none"),
-        default="link",
         help="text encoder, VAE ...: hard links to the base model's files (default), copies, or left out",
     )
     verb.add_argument("--overwrite", action="store_true", help="replace OUT if this command wrote it before")
@@ -76,7 +74,7 @@ def _parser() -> ArgumentParser:
         help="of a LoRA run: the model with the adapter merged into it (default), or only the adapter, for "
         "pipeline.load_lora_weights(OUT)",
     )
-    verb.add_argument("--adapter", dest="lora", action="store_const", const="export", help="the same as --lora export")
+    verb.add_argument("--adapter", dest="lora", action="store_const", const="adapter", help="the same as --lora export")
     verb.set_defaults(verb=_consolidate)
     verb = verbs.add_parser("report", help="draw the contact sheet and the loss plot of a run")
     verb.add_argument("run", type=Path, help="the folder of a run, such as runs/demo")
@@ -110,49 +108,53 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _export_adapter(checkpoint: Path, out: Path) -> int:
-    from qwen_edit_zero.checkpoints.reader import CheckpointReader
-    from qwen_edit_zero.checkpoints.validity import find_checkpoint
+def _export_adapter(parsed: Namespace) -> Path:
+    from qwen_edit_zero.checkpoints.adapter_export import export_adapter
     from qwen_edit_zero.edit_model.lora import save_lora
-    from qwen_edit_zero.errors import CheckpointError
+    from qwen_edit_zero.errors import SettingsError
     from qwen_edit_zero.settings.models import LoraSettings
 
-    found = find_checkpoint(checkpoint).path
-    assert found is not None
-    with CheckpointReader(found) as reader:
-        lora = reader.manifest.model.lora
-        if lora is None:
-            raise CheckpointError(f"{found} holds no adapter: its run had no model.lora. Leave --adapter out")
-        shapes = {name: reader.shape(name) for name in reader.names()}
-        weights = ((name, reader.read(name, 0, math.prod(shape)).reshape(shape)) for name, shape in shapes.items())
-        settings = LoraSettings.model_validate(lora.model_dump())
-        print(f"written: {save_lora(out, weights, settings)}")
-    return 0
+    option = "--adapter" if parsed.lora == "adapter" else "--lora export"
+    for name in ("base", "fill", "shard_size", "threads", "components"):
+        if getattr(parsed, name):
+            raise SettingsError(
+                f"--{name.replace('_', '-')} is of no use with {option}, which writes one small file; leave it out"
+            )
+    return export_adapter(
+        parsed.checkpoint,
+        parsed.out,
+        save=lambda folder, tensors, lora: save_lora(folder, tensors, LoraSettings.model_validate(lora.model_dump())),
+        option=option,
+        dtype=parsed.dtype or "fp32",
+        weights=parsed.weights,
+        overwrite=parsed.overwrite,
+    )
 
 
 def _consolidate(parsed: Namespace) -> int:
-    if parsed.lora == "export":
-        return _export_adapter(parsed.checkpoint, parsed.out)
-    from qwen_edit_zero.checkpoints.consolidate import consolidate
+    print(f"written: {_write_model(parsed) if parsed.lora == 'merge' else _export_adapter(parsed)}")
+    return 0
+
+
+def _write_model(parsed: Namespace) -> Path:
+    from qwen_edit_zero.checkpoints.consolidate import SHARD_BYTES, consolidate
     from qwen_edit_zero.edit_model.folder import open_model_folder
 
     with _bytes_bar() as progress:
-        written = consolidate(
+        return consolidate(
             parsed.checkpoint,
             parsed.out,
-            dtype=parsed.dtype,
+            dtype=parsed.dtype or "bf16",
             open_model=open_model_folder,
             base_model=parsed.base,
             weights=parsed.weights,
             fill=parsed.fill,
-            shard_bytes=parsed.shard_size,
-            components=parsed.components,
+            shard_bytes=parsed.shard_size or SHARD_BYTES,
+            components=parsed.components or "link",
             overwrite=parsed.overwrite,
             threads=parsed.threads,
             progress=progress,
         )
-    print(f"written: {written}")
-    return 0
 
 
 @contextmanager
@@ -179,6 +181,12 @@ def _bytes(text: str) -> int:
     if size < 1:
         raise ArgumentTypeError(f"{text!r} is no size; give one such as 5GB")
     return int(size)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is no number of threads; give 1 or more")
+    return int(text)
 
 
 def _report(parsed: Namespace) -> int:

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qwen_edit_zero import __version__
 from qwen_edit_zero.checkpoints.base_model import BaseModel, OpenModel
-from qwen_edit_zero.checkpoints.components import Components, add_components
+from qwen_edit_zero.checkpoints.components import Components, add_components, bytes_to_copy, plan_components
+from qwen_edit_zero.checkpoints.consolidation_folder import OutFolder, claim, write_json
 from qwen_edit_zero.checkpoints.consolidation_foreign import plan_foreign
 from qwen_edit_zero.checkpoints.consolidation_journal import Journal, identity_of
-from qwen_edit_zero.checkpoints.consolidation_output import WEIGHTS, OutputFile, OutputTensor, index_of, lay_out
+from qwen_edit_zero.checkpoints.consolidation_output import WEIGHTS, OutputTensor, index_of, lay_out
 from qwen_edit_zero.checkpoints.consolidation_plan import EMA, FilesOfThreads, Sources, plan_tensors
 from qwen_edit_zero.checkpoints.consolidation_writer import Progress, default_threads, write_files
-from qwen_edit_zero.checkpoints.disk import bytes_text, sync_folder, write_file
 from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign, open_foreign
 from qwen_edit_zero.checkpoints.foreign.source import ForeignSource
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.validity import find_checkpoint
-from qwen_edit_zero.errors import CheckpointError, StorageError
+from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM
 
-PROVENANCE = "consolidated.json"
 SHARD_BYTES = 10 * 10**9  # the default of diffusers
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
@@ -59,17 +55,17 @@ def consolidate(
     Args:
         source: a checkpoint folder, or a run (or its `checkpoints` folder): then its newest valid checkpoint; or a
             DeepSpeed folder (or a folder of its tags), or a DCP folder.
-        out: folder to make; must not exist or be empty. If an earlier call was interrupted, this one goes on from what
-            is there in `.NAME.partial` beside it.
+        out: folder to make; must not exist or be empty, and no other call may be making it. If an earlier call was
+            interrupted, this one goes on from what is there in `.NAME.partial` beside it.
         dtype: of the floating-point weights written; others keep theirs.
         open_model: opens a model folder by path, or `tiny`.
         base_model: where the model trained from is now; None: where it was then.
         weights: `ema` for the running average, if the run kept one.
         fill: take parameters that a DeepSpeed or DCP folder lacks from the base model.
         shard_bytes: the most a weight file holds, unless a single tensor is larger.
-        components: how VAE, text encoder, tokenizer, ... come along; see `add_components`.
+        components: how VAE, text encoder, tokenizer, ... come along; see `plan_components`.
         overwrite: replace `out` if it was written by this function before.
-        threads: that read, convert and write; None: one a processor, up to four.
+        threads: that read, convert and write, at least 1; None: one a processor, up to four.
         progress: told the bytes written so far and in all, from any thread.
         say: told which checkpoint was chosen, how names were resolved, what was left out.
 
@@ -77,6 +73,7 @@ def consolidate(
     whole or do not belong together; CheckpointError if damage or a value too large for `dtype` is met on the way;
     StorageError if writing fails.
     """
+    assert threads is None or threads > 0, threads
     options = _Options(dtype, shard_bytes, components, threads or default_threads(), progress or _silent)
     if is_foreign(source):
         if weights != "model":
@@ -84,14 +81,8 @@ def consolidate(
                 f"{source} is of another program, whose averaged weights are not known; leave out --weights"
             )
         return _consolidate_foreign(source, out, open_model, base_model, fill, overwrite, options, say)
-    found = find_checkpoint(source)
-    assert found.path is not None
-    for path, reason in found.passed_over:
-        say(f"passing over {path.name}: {reason}")
-    if found.path != source:
-        say(f"using {found.path}, the newest valid checkpoint")
-    _refuse_out(out, found.path, overwrite)
-    with CheckpointReader(found.path) as reader:
+    checkpoint = choose_checkpoint(source, say)
+    with claim(out, checkpoint, overwrite=overwrite, say=say) as folder, CheckpointReader(checkpoint) as reader:
         manifest = reader.manifest
         base = open_model(str(base_model) if base_model else manifest.model.path)
         sources = Sources(reader)
@@ -112,10 +103,21 @@ def consolidate(
                     "base_model_fingerprint": manifest.model.fingerprint,
                 },
             )
-            _write_folder(job, out, options)
+            _write_folder(job, folder, options)
         finally:
             sources.close()
     return out
+
+
+def choose_checkpoint(source: Path, say: Callable[[str], None]) -> Path:
+    """The checkpoint meant by a path (see `find_checkpoint`); those passed over and the one taken are told."""
+    found = find_checkpoint(source)
+    assert found.path is not None
+    for path, reason in found.passed_over:
+        say(f"passing over {path.name}: {reason}")
+    if found.path != source:
+        say(f"using {found.path}, the newest valid checkpoint")
+    return found.path
 
 
 def _consolidate_foreign(
@@ -131,12 +133,11 @@ def _consolidate_foreign(
     state = open_foreign(source)
     step = "unknown" if state.step is None else state.step
     say(f"{state.path}: {state.format}, {state.world_size} ranks, step {step}")
-    _refuse_out(out, state.path, overwrite)
-    base = open_model(str(base_model)) if base_model else None
-    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in state.files]
     files = FilesOfThreads()
     try:
-        with ForeignSource(state) as opened:
+        with claim(out, state.path, overwrite=overwrite, say=say) as folder, ForeignSource(state) as opened:
+            base = open_model(str(base_model)) if base_model else None
+            stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in state.files]
             job = _Job(
                 source=f"{state.path.resolve()} {stats} {base.fingerprint if base else ''}",
                 tensors=plan_foreign(opened, base, DTYPES[options.dtype], files.get, fill=fill, say=say),
@@ -153,7 +154,7 @@ def _consolidate_foreign(
                 },
                 finish=opened.finish,
             )
-            _write_folder(job, out, options)
+            _write_folder(job, folder, options)
     finally:
         files.close()
     return out
@@ -186,115 +187,25 @@ def _silent(done: int, total: int) -> None:
     pass
 
 
-def _refuse_out(out: Path, checkpoint: Path, overwrite: bool) -> None:
-    if out.resolve().is_relative_to(checkpoint.resolve()):
-        raise CheckpointError(f"{out} lies inside the checkpoint {checkpoint}; choose a folder outside")
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise CheckpointError(f"{out} is a file; choose a new folder")
-    if any(out.iterdir()) and not (overwrite and (out / PROVENANCE).exists()):
-        if not overwrite:
-            hint = "choose a new folder, or use --overwrite to replace it"
-        else:
-            hint = f"it has no {PROVENANCE}, so it was not written by this command and is not replaced"
-        raise CheckpointError(f"{out} is not empty: {hint}")
-    if foreign := sorted(_names(out) - _written(out) - {PROVENANCE}) if any(out.iterdir()) else []:
-        raise CheckpointError(
-            f"{out} holds {foreign[0]} ({len(foreign)} such), which this command did not write and would delete with "
-            "the rest; move it away, or choose a new folder"
-        )
-
-
-def _names(folder: Path) -> set[str]:
-    """Everything in a folder but the folders in it, by relative path."""
-    return {
-        str(Path(root, name).relative_to(folder))
-        for root, folders, files in os.walk(folder)
-        for name in [*files, *(name for name in folders if Path(root, name).is_symlink())]
-    }
-
-
-def _written(out: Path) -> set[str]:
-    """What the call that made `out` wrote into it."""
-    try:
-        return set(json.loads((out / PROVENANCE).read_text(encoding="utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{out / PROVENANCE} does not say which files this command wrote ({error}); choose a new folder"
-        ) from error
-
-
-def _write_folder(job: _Job, out: Path, options: _Options) -> None:
-    partial = out.with_name(f".{out.name}.partial")
-    weights = partial / "transformer" if job.base else partial
+def _write_folder(job: _Job, folder: OutFolder, options: _Options) -> None:
+    weights = folder.partial / "transformer" if job.base else folder.partial
     files = lay_out(job.tensors, options.shard_bytes)
     identity = identity_of(job.source, files)
-    try:
-        _open_partial(partial, weights, identity, sum(f.size for f in files))
-        _write_weights(job, weights, files, identity, options)
+    brought = plan_components(job.base.path, folder.path.parent, options.components) if job.base else []
+    goes_on = Journal.is_of(weights, identity)
+    there = sum(p.stat().st_blocks * 512 for p in weights.glob(f"{WEIGHTS}*")) if goes_on else 0
+    need = max(0, sum(f.size for f in files) - there) + bytes_to_copy(brought)
+    folder.make_room(weights if goes_on else None, need)
+    with folder.writing():
+        weights.mkdir(parents=True, exist_ok=True)
+        with closing(Journal(weights, identity)) as journal:
+            write_files(weights, files, journal, threads=options.threads, progress=options.progress)
+            job.finish()
+        folder.keep_after_failure = True
+        if len(files) > 1:
+            write_json(weights / f"{WEIGHTS}.safetensors.index.json", index_of(files))
         if job.base is not None:
             config = {"_class_name": "QwenImageTransformer2DModel", **(job.config or {})}
-            _write_json(weights / "config.json", config)
-            add_components(job.base.path, partial, options.components)
-        provenance = {"written_by": f"qwen-edit-zero {__version__}", **job.provenance, "dtype": options.dtype}
-        provenance["files"] = sorted(_names(partial))
-        _write_json(partial / PROVENANCE, provenance)
-        sync_folder(weights)
-        sync_folder(partial)
-        _give_name(partial, out)
-    except Exception as error:  # not when it is interrupted: then the next call goes on
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError):
-            where = f" ({error.filename})" if error.filename else ""
-            raise StorageError(
-                f"writing {out} failed: {error.strerror or error}{where}; nothing is left of it"
-            ) from error
-        raise
-
-
-def _open_partial(partial: Path, weights: Path, identity: str, size: int) -> None:
-    """Make room for the weights, or keep what an interrupted call has written of the same."""
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    there = 0
-    if Journal.is_of(weights, identity):
-        there = sum(p.stat().st_blocks * 512 for p in weights.glob(f"{WEIGHTS}*"))
-        for path in partial.iterdir() if weights != partial else ():
-            if path.is_dir() and path != weights:
-                shutil.rmtree(path)
-    else:
-        shutil.rmtree(partial, ignore_errors=True)
-    free = shutil.disk_usage(partial.parent).free
-    if free < size - there:
-        raise StorageError(
-            f"the weights need {bytes_text(size - there)}, and {partial.parent} has {bytes_text(free)} free"
-        )
-    weights.mkdir(parents=True, exist_ok=True)
-
-
-def _write_weights(job: _Job, folder: Path, files: Sequence[OutputFile], identity: str, options: _Options) -> None:
-    journal = Journal(folder, identity)
-    try:
-        write_files(folder, files, journal, threads=options.threads, progress=options.progress)
-        job.finish()
-        journal.remove()
-    finally:
-        journal.close()
-    if len(files) > 1:
-        _write_json(folder / f"{WEIGHTS}.safetensors.index.json", index_of(files))
-
-
-def _write_json(path: Path, value: object) -> None:
-    write_file(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
-
-
-def _give_name(partial: Path, out: Path) -> None:
-    if out.exists() and any(out.iterdir()):
-        old = out.with_name(f".{out.name}.replaced")
-        shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
-        partial.rename(out)
-        shutil.rmtree(old)
-    else:
-        partial.rename(out)
-    sync_folder(out.parent)
+            write_json(weights / "config.json", config)
+            add_components(brought, folder.partial)
+        folder.finish({**job.provenance, "dtype": options.dtype}, journal.path)

@@ -16,20 +16,27 @@ JOURNAL = ".journal"
 class Journal:
     """Numbers of finished parts, one a line, below a line that says what is being written from what.
 
-    A number is written only after the part's bytes are on the disk; a last line without its end does not count.
+    A number is written only after the part's bytes are on the disk. A line that is no number, as a power cut may leave
+    one, does not count, nor do those after it.
     """
 
     def __init__(self, folder: Path, identity: str) -> None:
+        self.path = folder / JOURNAL
         self.done: set[int] = set()
-        self._path = folder / JOURNAL
-        lines = self._lines()
-        if lines[:1] == [identity]:
-            self.done = {int(line) for line in lines[1:]}
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            os.ftruncate(self._fd, sum(len(line) + 1 for line in lines))  # a line that was cut off goes
+        self._identity = identity
+        if self.is_of(folder, identity):
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            head, *lines = self.path.read_bytes().split(b"\n")[:-1]
+            end = len(head) + 1
+            for line in lines:
+                if not line.isdigit():
+                    break
+                self.done.add(int(line))
+                end += len(line) + 1
+            os.ftruncate(self._fd, end)
         else:
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            os.write(self._fd, f"{identity}\n".encode())
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._write([])
 
     @staticmethod
     def is_of(folder: Path, identity: str) -> bool:
@@ -45,20 +52,19 @@ class Journal:
         os.write(self._fd, "".join(f"{part}\n" for part in parts).encode())
         os.fdatasync(self._fd)
 
+    def forget(self, parts: Iterable[int]) -> None:
+        """Take parts out again, on the disk too, because their bytes are gone."""
+        self.done.difference_update(parts)
+        os.ftruncate(self._fd, 0)
+        self._write(sorted(self.done))
+        os.fdatasync(self._fd)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
 
-    def remove(self) -> None:
-        """Delete it: everything is written."""
-        self._path.unlink()
-
-    def _lines(self) -> list[str]:
-        try:
-            content = self._path.read_bytes().decode("ascii", errors="replace")
-        except OSError:
-            return []
-        return content.split("\n")[:-1]
+    def _write(self, parts: Iterable[int]) -> None:
+        os.write(self._fd, "".join(f"{line}\n" for line in [self._identity, *parts]).encode())
 
 
 def identity_of(source: str, files: Sequence[OutputFile]) -> str:

@@ -94,10 +94,7 @@ def plan_tensors(
             f"fingerprint {reference.fingerprint}; here: {base.fingerprint}). "
             "Give the folder it was trained from as base model"
         )
-    if kind != PARAM and kind not in reader.kinds():
-        raise CheckpointError(
-            f"{reader.path} holds no averaged weights: its run had no EMA. Leave out --weights {kind}"
-        )
+    require_kind(reader, kind)
     expected = base.shards["transformer"].tensors
     trained = {name: reader.shape(name, kind) for name in reader.names(kind)}
     adapters = {name for name in trained if name.endswith((_LORA_A, _LORA_B))} if reference.lora else set()
@@ -126,6 +123,14 @@ def plan_tensors(
             parts = parts_of_base(tensor, target, sources.files.get)
         outputs.append(OutputTensor(name, tuple(tensor.shape), target, parts))
     return outputs
+
+
+def require_kind(reader: CheckpointReader, kind: str) -> None:
+    """Raise CheckpointError if averaged weights are asked for and there are none."""
+    if kind != PARAM and kind not in reader.kinds():
+        raise CheckpointError(
+            f"{reader.path} holds no averaged weights: its run had no EMA. Leave out --weights {kind}"
+        )
 
 
 def _check_names(reader: CheckpointReader, expected: set[str], whole: set[str], frozen: set[str]) -> None:

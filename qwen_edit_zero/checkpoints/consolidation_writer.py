@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qwen_edit_zero.checkpoints.consolidation_journal import Journal
 from qwen_edit_zero.checkpoints.consolidation_output import OutputFile, OutputTensor, Part
+from qwen_edit_zero.checkpoints.disk import sync_folder
 from qwen_edit_zero.checkpoints.precision import OverflowingValue
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.safetensors_file import ITEM_SIZE
@@ -44,15 +45,18 @@ def default_threads() -> int:
 def write_files(
     folder: Path, files: Sequence[OutputFile], journal: Journal, *, threads: int, progress: Progress
 ) -> None:
-    """Write all files, but for the parts that the journal has; synced to disk at the end.
+    """Write all files, but for the parts that the journal has; synced to disk and in the journal at the end.
 
+    What the journal has of a file that is missing or too short is written again.
     Raises OSError naming the file, CheckpointError if a value does not fit the output type, and what the parts raise.
     """
     with ExitStack() as opened:
+        _forget_lost(folder, files, journal)
         fds = []
         for file in files:
             fds.append(_create(folder / file.name, file))
             opened.callback(os.close, fds[-1])
+        sync_folder(folder)  # the journal counts on these names
         jobs = list(_jobs(files, fds))
         total = sum(job.size for job in jobs)
         counter = _Counter(total, progress)
@@ -61,9 +65,22 @@ def write_files(
                 job.part.skip()
         counter.add(sum(job.size for job in jobs if job.number in journal.done))
         left = (job for job in jobs if job.number not in journal.done)
-        _run(left, fds, journal, threads, counter)
+        last = _run(left, fds, journal, threads, counter)
         for file, fd in zip(files, fds, strict=True):
             _sync(fd, folder / file.name)
+        journal.add(last)
+
+
+def _forget_lost(folder: Path, files: Sequence[OutputFile], journal: Journal) -> None:
+    lost, number = set[int](), 0
+    for file in files:
+        count = sum(len(tensor.parts) for tensor, _ in file.tensors)
+        path = folder / file.name
+        if not path.exists() or path.stat().st_size != file.size:
+            lost |= set(range(number, number + count))
+        number += count
+    if lost & journal.done:
+        journal.forget(lost)
 
 
 def _create(path: Path, file: OutputFile) -> int:
@@ -85,8 +102,11 @@ def _jobs(files: Sequence[OutputFile], fds: Sequence[int]) -> Iterator[_Job]:
                 number += 1
 
 
-def _run(jobs: Iterator[_Job], fds: Sequence[int], journal: Journal, threads: int, counter: _Counter) -> None:
-    """Keep the threads busy with few jobs waiting, and note from time to time what is finished."""
+def _run(jobs: Iterator[_Job], fds: Sequence[int], journal: Journal, threads: int, counter: _Counter) -> list[int]:
+    """Keep the threads busy with few jobs waiting, and note from time to time what is finished.
+
+    Returns what is finished and not noted.
+    """
     running: dict[Future[None], int] = {}
     finished: list[int] = []
     noted = time.monotonic()
@@ -114,6 +134,7 @@ def _run(jobs: Iterator[_Job], fds: Sequence[int], journal: Journal, threads: in
             for future in running:
                 future.cancel()
             raise
+    return finished
 
 
 def _do(job: _Job, counter: _Counter, stop: threading.Event) -> None:
