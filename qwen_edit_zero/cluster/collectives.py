@@ -30,6 +30,15 @@ def gather_objects(mine: Any) -> list[Any]:
     return everyone
 
 
+def from_rank_0(value: Any) -> Any:
+    """Rank 0's small object, on every rank; what the others give does not matter."""
+    if not _many():
+        return value
+    told = [value]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if _many():

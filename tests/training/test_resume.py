@@ -11,6 +11,8 @@ import pytest
 
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.training.resume import RunIdentity, changed_settings, check_identity, run_state
+from tests.checkpoints.states import save
+from tests.ranks import run_ranks
 
 IDENTITY = RunIdentity("model", "data", 8, 0, {"rank": 4, "alpha": 4.0, "targets": ["attn.to_q"]}, ["*_mod.*"])
 
@@ -50,3 +52,32 @@ def test_what_changes_the_meaning_is_named(changes: dict[str, Any], setting: str
 def test_other_changed_settings_are_listed() -> None:
     now = {"optimizer": {"lr": 5e-4, "eps": 1e-8}, "batch": {"global_size": 16}}
     assert changed_settings(reader(IDENTITY), now) == ["optimizer.lr: 0.001 there, 0.0005 here"]
+    sharded = {"engine": {"deepspeed": None}}
+    checkpoint = SimpleNamespace(manifest=SimpleNamespace(settings=sharded))
+    assert changed_settings(checkpoint, {"engine": {"deepspeed": {"zero_optimization": {"stage": 2}}}}) == [  # type: ignore[arg-type]
+        "engine.deepspeed: None there, given here"
+    ]
+
+
+def choice_where_rank_1_does_not_see_the_newest(rank: int, world: int, folder: Path) -> tuple[Any, list[str]]:
+    from qwen_edit_zero.training import resume
+
+    verify, told = resume.verify_checkpoint, list[str]()
+
+    def unseen(path: Path, **options: Any) -> Any:
+        if rank == 1 and path.name == "step-00000008":
+            raise CheckpointError("there is no manifest")
+        return verify(path, **options)
+
+    resume.verify_checkpoint = unseen
+    chosen = resume.choose_checkpoint("auto", folder, told.append, rank=rank, world_size=world)
+    return chosen, told
+
+
+def test_all_ranks_go_on_from_the_same_checkpoint_though_one_does_not_see_the_newest(tmp_path: Path) -> None:
+    for step in (6, 8):
+        save(tmp_path, step)
+    (first, told), (second, _) = run_ranks(choice_where_rank_1_does_not_see_the_newest, 2, tmp_path)
+    assert first == second == tmp_path / "step-00000006"
+    assert "step-00000008" in told[0]
+    assert "rank 1: there is no manifest" in told[0]
