@@ -16,52 +16,14 @@ from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from qwen_edit_zero.checkpoints import consolidation_plan, consolidation_writer
 from qwen_edit_zero.checkpoints.components import LINKED_FROM
 from qwen_edit_zero.checkpoints.consolidate import consolidate
-from qwen_edit_zero.checkpoints.manifest import LoraReference, ModelReference
+from qwen_edit_zero.checkpoints.manifest import LoraReference
 from qwen_edit_zero.edit_model.components import load_processor
 from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
 from qwen_edit_zero.errors import CheckpointError, ModelFolderError
 from tests.checkpoints.states import State, owned_ranges, save
+from tests.checkpoints.trained_run import FROZEN, Weights, reference, save_weights
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FROZEN = ("proj_out.weight", "transformer_blocks.0.attn.norm_q.weight")
-Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def base() -> ModelFolder:
-    return open_model_folder("tiny")
-
-
-@pytest.fixture(scope="module")
-def base_weights(base: ModelFolder) -> Weights:
-    model = QwenImageTransformer2DModel.from_pretrained(base.path / "transformer", torch_dtype=torch.float32)
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-@pytest.fixture(scope="module")
-def trained(base_weights: Weights) -> Weights:
-    """Other values than the base model's, for everything that is not frozen."""
-    g = torch.Generator().manual_seed(1)
-    moved = {n: w + torch.randn(w.shape, generator=g) for n, w in base_weights.items() if n not in FROZEN}
-    return base_weights | moved
-
-
-def _reference(base: ModelFolder, **changes: Any) -> ModelReference:
-    known = {"path": "tiny", "fingerprint": base.fingerprint, "config": base.transformer_config, "frozen": FROZEN}
-    return ModelReference(**(known | changes))
-
-
-def _save_weights(folder: Path, weights: Weights, reference: ModelReference, step: int = 3) -> Path:
-    state: State = {(name, "param"): w for name, w in weights.items()}
-    state |= {(name, "exp_avg"): torch.zeros(w.shape) for name, w in list(weights.items())[:3]}
-    return save(folder, step, ranges=lambda: owned_ranges(state, 0, 1, step), model=reference)
-
-
-@pytest.fixture(scope="module")
-def run(base: ModelFolder, trained: Weights, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    _save_weights(folder / "checkpoints", {n: w for n, w in trained.items() if n not in FROZEN}, _reference(base))
-    return folder
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -111,7 +73,7 @@ def test_adapters_are_merged(
     adapters = {f"{target}.lora_A.default.weight": a, f"{target}.lora_B.default.weight": b}
     names = tuple(n.replace(f"{target}.", f"{target}.base_layer.") for n in base_weights)
     lora = LoraReference(rank=4, alpha=2.0, targets=("attn.to_q",))
-    path = _save_weights(tmp_path, adapters, _reference(base, frozen=names, lora=lora))
+    path = save_weights(tmp_path, adapters, reference(base, frozen=names, lora=lora))
     out = consolidate(path, tmp_path / "out", dtype="fp32", open_model=open_model_folder, components="none")
     model = QwenImageTransformer2DModel.from_pretrained(out / "transformer", torch_dtype=torch.float32)
     for name, weight in model.named_parameters():
@@ -124,13 +86,13 @@ def test_averaged_weights_are_written_on_request(base: ModelFolder, trained: Wei
     moved = {n: w for n, w in trained.items() if n not in FROZEN}
     state: State = {(name, "param"): w for name, w in moved.items()}
     state |= {(name, "ema"): w + 1 for name, w in moved.items()}
-    path = save(tmp_path, 3, ranges=lambda: owned_ranges(state, 0, 1, 3), model=_reference(base))
+    path = save(tmp_path, 3, ranges=lambda: owned_ranges(state, 0, 1, 3), model=reference(base))
     options: Any = {"dtype": "fp32", "open_model": open_model_folder, "components": "none", "weights": "ema"}
     out = consolidate(path, tmp_path / "out", **options)
     model = QwenImageTransformer2DModel.from_pretrained(out / "transformer", torch_dtype=torch.float32)
     for name, weight in model.named_parameters():
         assert torch.equal(weight, trained[name] if name in FROZEN else trained[name] + 1), name
-    without = _save_weights(tmp_path / "without", moved, _reference(base))
+    without = save_weights(tmp_path / "without", moved, reference(base))
     with pytest.raises(CheckpointError, match="holds no averaged weights: its run had no EMA"):
         consolidate(without, tmp_path / "out2", **options)
 
@@ -186,7 +148,7 @@ def test_a_checkpoint_that_is_not_the_models_is_refused_before_writing(
 ) -> None:
     weights = {n: w for n, w in trained.items() if n not in FROZEN}
     change(weights)
-    path = _save_weights(tmp_path / "checkpoints", weights, _reference(base))
+    path = save_weights(tmp_path / "checkpoints", weights, reference(base))
     with pytest.raises(CheckpointError, match=words):
         consolidate(path, tmp_path / "out", dtype="bf16", open_model=open_model_folder)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoints"]
@@ -206,36 +168,10 @@ def test_damage_met_on_the_way_leaves_no_folder(run: Path, tmp_path: Path) -> No
 def test_values_beyond_fp16_are_refused_by_name(base: ModelFolder, trained: Weights, tmp_path: Path) -> None:
     weights = {n: w for n, w in trained.items() if n not in FROZEN}
     weights["norm_out.linear.bias"] = torch.full_like(weights["norm_out.linear.bias"], 70000.0)
-    path = _save_weights(tmp_path / "checkpoints", weights, _reference(base))
+    path = save_weights(tmp_path / "checkpoints", weights, reference(base))
     with pytest.raises(CheckpointError, match=r"norm_out\.linear\.bias holds 70000, .* use --dtype bf16 or fp32"):
         consolidate(path, tmp_path / "out", dtype="fp16", open_model=open_model_folder)
     assert not (tmp_path / "out").exists()
-
-
-def test_what_is_there_is_not_overwritten_by_accident(run: Path, tmp_path: Path) -> None:
-    def again(out: Path, overwrite: bool) -> Path:
-        return consolidate(run, out, dtype="bf16", open_model=open_model_folder, components="none", overwrite=overwrite)
-
-    out = tmp_path / "out"
-    out.mkdir()
-    again(out, overwrite=False)
-    before = (out / "consolidated.json").stat().st_ino
-    with pytest.raises(CheckpointError, match="not empty: choose a new folder, or use --overwrite"):
-        again(out, overwrite=False)
-    assert (out / "consolidated.json").stat().st_ino == before
-    (out / "transformer" / "note.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"holds transformer/note\.txt .*did not write"):
-        again(out, overwrite=True)
-    (out / "transformer" / "note.txt").unlink()
-    again(out, overwrite=True)
-    assert (out / "consolidated.json").stat().st_ino != before
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").touch()
-    with pytest.raises(CheckpointError, match="was not written by this command and is not replaced"):
-        again(tmp_path / "mine", overwrite=True)
-    with pytest.raises(CheckpointError, match="lies inside the checkpoint"):
-        again(run / "checkpoints" / "step-00000003" / "out", overwrite=False)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "out"]
 
 
 @pytest.fixture
