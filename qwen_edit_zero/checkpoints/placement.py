@@ -27,6 +27,15 @@ def _alone(function: Callable[P, T]) -> Callable[P, T]:
     return locked
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it that are missing, so that their names survive power loss. Raises OSError."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_folder(path.parent)
+
+
 @_alone
 def put_in_place(partial: Path, final: Path, step: int) -> None:
     """Give a finished folder its name; one of the same step that is there already is set aside first, deleted after.

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
 from qwen_edit_zero.checkpoints import layout
+from qwen_edit_zero.checkpoints.backup import PROBE, aside_name, probe_failed, whole_checkpoint
 from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES
 from qwen_edit_zero.checkpoints.manifest import ManifestHead, parse_head
-from qwen_edit_zero.checkpoints.validity import check_checkpoint
 from qwen_edit_zero.errors import CheckpointError, QwenEditError, SettingsError, StorageError
 
 
 class RemoteBackup:
-    """Copies into a folder of an fsspec file system.
+    """Copies into a folder of an fsspec file system: `run` in the place that the URL means.
 
     Object stores cannot rename a folder, so the manifest is written last and a folder without one is no checkpoint.
     Everything written is read back and compared with the checksums of the manifest.
@@ -25,10 +27,10 @@ class RemoteBackup:
     Raises SettingsError on construction if the URL's scheme is unknown or its package is not installed.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, run: str = "") -> None:
         from fsspec.core import url_to_fs
 
-        self.name = url.rstrip("/")
+        self.name = f"{url.rstrip('/')}/{run}".rstrip("/")
         try:
             self._fs, root = url_to_fs(url)
         except (ImportError, ValueError) as error:
@@ -36,19 +38,32 @@ class RemoteBackup:
                 f"checkpoint.backup {url} cannot be reached: {error}. Install the fsspec package of this kind of place "
                 "(s3fs for s3://, ossfs for oss://, gcsfs for gs://), or give a folder"
             ) from error
-        self._root = str(root).rstrip("/")
+        self._root = f"{str(root).rstrip('/')}/{run}".rstrip("/")
+
+    def probe(self) -> None:
+        """See `BackupPlace`."""
+        path = f"{self._root}/.probe-{uuid.uuid4().hex}"
+        try:
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(path, PROBE)
+            same = self._fs.cat_file(path) == PROBE
+            self._fs.rm_file(path)
+        except Exception as error:  # every kind of place raises its own
+            raise probe_failed(self.name, f"{type(error).__name__}: {error}") from error
+        if not same:
+            raise probe_failed(self.name, "what was written reads back differently")
 
     def copy(self, checkpoint: Path) -> str:
-        """Copy one checkpoint, unless the same save is there already; returns the copy's URL.
-
-        Raises StorageError, or CheckpointError if it is the checkpoint that cannot be used.
-        """
-        manifest = check_checkpoint(checkpoint)
+        """See `BackupPlace`; returns the copy's URL."""
+        manifest, content = whole_checkpoint(checkpoint)
         name = layout.checkpoint_name(manifest.step)
-        target = f"{self._root}/{name}"
         try:
-            if not self._has(target, manifest):
-                self._write(checkpoint, target, manifest)
+            for place in (name, f"{aside_name(manifest.save_id)}/{name}"):
+                there = self._whole(f"{self._root}/{place}")
+                if there is not None and there.save_id == manifest.save_id:
+                    return f"{self.name}/{place}"
+            self._set_aside(name)
+            self._write(checkpoint, f"{self._root}/{name}", manifest, content)
         except QwenEditError:
             raise
         except Exception as error:  # every kind of place raises its own
@@ -57,7 +72,20 @@ class RemoteBackup:
             ) from error
         return f"{self.name}/{name}"
 
-    def _write(self, checkpoint: Path, target: str, manifest: ManifestHead) -> None:
+    def _set_aside(self, name: str) -> None:
+        """Copy a whole copy of another save, inside the place, to where it is not overwritten; its manifest last."""
+        source = f"{self._root}/{name}"
+        there = self._whole(source)
+        if there is None:
+            return
+        aside = f"{self._root}/{aside_name(there.save_id)}/{name}"
+        self._fs.makedirs(aside, exist_ok=True)
+        for file in (*(record.name for record in there.files), layout.MANIFEST):
+            self._fs.cp_file(f"{source}/{file}", f"{aside}/{file}")
+        if self._whole(aside) is None:
+            raise StorageError(f"{source} in {self.name}, of another save, could not be set aside as {aside}")
+
+    def _write(self, checkpoint: Path, target: str, manifest: ManifestHead, content: bytes) -> None:
         self._fs.makedirs(target, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(f"{target}/{layout.MANIFEST}")  # first: what is there is no checkpoint from now on
@@ -67,9 +95,10 @@ class RemoteBackup:
             if layout.is_own_file(old_name) and old_name not in wanted:
                 self._fs.rm_file(f"{target}/{old_name}")
         for record in manifest.files:
-            self._copy_file(checkpoint / record.name, f"{target}/{record.name}", record.xxh3_64)
-        content = checkpoint / layout.MANIFEST
-        self._copy_file(content, f"{target}/{layout.MANIFEST}", xxhash.xxh3_64_hexdigest(content.read_bytes()))
+            with (checkpoint / record.name).open("rb", buffering=0) as read:
+                self._copy_file(read, checkpoint / record.name, f"{target}/{record.name}", record.xxh3_64)
+        source, checksum = checkpoint / layout.MANIFEST, xxhash.xxh3_64_hexdigest(content)
+        self._copy_file(io.BytesIO(content), source, f"{target}/{layout.MANIFEST}", checksum)
 
     def _list(self, target: str) -> list[str]:
         try:
@@ -77,9 +106,9 @@ class RemoteBackup:
         except FileNotFoundError:  # an object store has no empty folders
             return []
 
-    def _copy_file(self, source: Path, target: str, checksum: str) -> None:
+    def _copy_file(self, read: IO[bytes], source: Path, target: str, checksum: str) -> None:
         digest = xxhash.xxh3_64()
-        with source.open("rb", buffering=0) as read, self._fs.open(target, "wb", block_size=CHUNK_BYTES) as written:
+        with self._fs.open(target, "wb", block_size=CHUNK_BYTES) as written:
             for chunk in _chunks(read):
                 digest.update(chunk)
                 written.write(chunk)
@@ -94,16 +123,15 @@ class RemoteBackup:
             self._fs.rm_file(target)
             raise StorageError(f"{target} in {self.name} reads back differently from what was written")
 
-    def _has(self, target: str, manifest: ManifestHead) -> bool:
-        """Whether this very save is there, by its manifest and the sizes of its files."""
+    def _whole(self, target: str) -> ManifestHead | None:
+        """The manifest of the copy there, if all its files are there with their sizes."""
         self._fs.invalidate_cache()
         try:
             there = parse_head(self._fs.cat_file(f"{target}/{layout.MANIFEST}"))
-            return there.save_id == manifest.save_id and all(
-                self._fs.size(f"{target}/{record.name}") == record.size for record in manifest.files
-            )
+            whole = all(self._fs.size(f"{target}/{record.name}") == record.size for record in there.files)
         except (FileNotFoundError, CheckpointError):
-            return False
+            return None
+        return there if whole else None
 
 
 def _chunks(file: Any) -> Iterator[bytes]:

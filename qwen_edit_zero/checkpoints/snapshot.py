@@ -89,9 +89,12 @@ def _data_bytes(plan: RankPlan) -> int:
 
 
 def available_host_bytes() -> int | None:
-    """Memory that can still be taken on this node, or in this job's share of it; None if the system does not say."""
+    """Memory that copies may still take on this node, or in this job's share of it; None if the system does not say.
+
+    A tenth of what is available stays free, for what else grows: loaders of data, the page cache, other jobs.
+    """
     found = [v for v in (_available_on_node(), _available_in_cgroup()) if v is not None]
-    return min(found, default=None)
+    return min(found) * 9 // 10 if found else None
 
 
 def _available_on_node() -> int | None:

@@ -21,7 +21,7 @@ from qwen_edit_zero.checkpoints.columns import write_columns
 from qwen_edit_zero.checkpoints.coordination import Coordinator
 from qwen_edit_zero.checkpoints.disk import bytes_text, sync_folder, wait_for, write_file
 from qwen_edit_zero.checkpoints.manifest import FileRecord, Json, ManifestFile, ModelReference, dump_manifest
-from qwen_edit_zero.checkpoints.placement import clean_leftovers, put_in_place
+from qwen_edit_zero.checkpoints.placement import clean_leftovers, make_folder, put_in_place
 from qwen_edit_zero.checkpoints.rank_file import (
     RangeMaker,
     RankPlan,
@@ -129,7 +129,7 @@ def save_checkpoint(
     contents = Contents(step, run_state, settings, model, engine, metrics or {})
     with ranks.together(f"writing {folder}"):
         if ranks.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
     save = plan_save(folder, contents, make_ranges, ranks)
     final = write_save(save, stream_ranges(save.plan, make_ranges), ranks)
     if retention is not None:

@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 
 from qwen_edit_zero.checkpoints.background import be_nice
-from qwen_edit_zero.checkpoints.backup import open_backup
+from qwen_edit_zero.checkpoints.backup import backup_of_run
 from qwen_edit_zero.checkpoints.caretaker import Caretaker
 from qwen_edit_zero.checkpoints.coordination import Coordinator
 from qwen_edit_zero.checkpoints.disk import bytes_text
 from qwen_edit_zero.checkpoints.manifest import LoraReference, ModelReference
+from qwen_edit_zero.checkpoints.placement import make_folder
 from qwen_edit_zero.checkpoints.rank_file import stream_ranges
 from qwen_edit_zero.checkpoints.retention import Retention
 from qwen_edit_zero.checkpoints.snapshot import HostSnapshot, available_host_bytes, ranks_on_this_node
@@ -29,7 +30,7 @@ from qwen_edit_zero.checkpoints.writer import Contents, PlannedSave, plan_save, 
 from qwen_edit_zero.cluster.collectives import sum_over_ranks
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.engines.base import ParallelEngine
-from qwen_edit_zero.errors import StorageError
+from qwen_edit_zero.errors import SettingsError, StorageError
 from qwen_edit_zero.settings.models import CheckpointSettings, LoraSettings, Settings
 from qwen_edit_zero.training.metrics import StepMetrics
 from qwen_edit_zero.training.resume import RunIdentity, run_state
@@ -76,10 +77,11 @@ class CheckpointHook:
         self._ranks = Coordinator()
         self._losses = _MeanLoss()
         self._caretaker: Caretaker | None = None
-        place = None if settings.backup is None else open_backup(settings.backup)  # on all ranks: all see a mistake
+        place = None if settings.backup is None else backup_of_run(settings.backup, folder)
+        self._probe_backup_together()
         with self._ranks.together(f"making {folder}"):
             if self._ranks.rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
                 self._caretaker = Caretaker(folder, _retention(settings), place)
                 self._caretaker.catch_up()
         self._flight: _Flight | None = None
@@ -92,6 +94,17 @@ class CheckpointHook:
             self._snapshot = HostSnapshot(pinned=engine.device.type == "cuda")
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=be_nice)
             self._restore_signal = _end_by_exception_on_sigterm()
+
+    def _probe_backup_together(self) -> None:
+        fault: str | None = None
+        if self._ranks.rank == 0:
+            try:
+                probe_backup(self._settings, self._folder)
+            except SettingsError as error:
+                fault = str(error)
+        fault = self._ranks.gather(fault)[0]
+        if fault is not None:
+            raise SettingsError(fault)
 
     def after_step(self, metrics: StepMetrics, *, is_last: bool) -> None:
         """Save if it is due; learn of a save that has ended meanwhile. Raises its error, the same on every rank."""
@@ -108,7 +121,7 @@ class CheckpointHook:
             self._land()
         if self._caretaker is not None:
             if self._caretaker.copying:
-                self._say(f"waiting for the copy in {self._settings.backup}")
+                self._say(f"waiting for copies in {self._settings.backup}")
             self._caretaker.finish()
         self._pass_on()
 
@@ -211,6 +224,16 @@ class CheckpointHook:
         if self._caretaker is not None:
             for message in self._caretaker.messages():
                 self._say(message)
+
+
+def probe_backup(settings: CheckpointSettings, folder: Path) -> None:
+    """See whether `checkpoint.backup`, if there is one, takes a small file. For rank 0, before anything costs time.
+
+    `folder` is the run's `checkpoints` folder, which need not exist yet.
+    Raises SettingsError if it does not, or is not apart from `folder`.
+    """
+    if settings.backup is not None:
+        backup_of_run(settings.backup, folder).probe()
 
 
 def checkpoint_contents(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
 from pathlib import Path
@@ -13,12 +14,15 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from qwen_edit_zero.checkpoints.backup import backup_checkpoint, open_backup
+from qwen_edit_zero.checkpoints import backup
+from qwen_edit_zero.checkpoints.backup import backup_checkpoint, backup_of_run, open_backup
 from qwen_edit_zero.checkpoints.describe import list_checkpoints, show_checkpoint, verify_text
+from qwen_edit_zero.checkpoints.disk import checksum_of
+from qwen_edit_zero.checkpoints.manifest import load_head
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.retention import Retention, prune
 from qwen_edit_zero.checkpoints.validity import verify_checkpoint
-from qwen_edit_zero.errors import CheckpointError, StorageError
+from qwen_edit_zero.errors import CheckpointError, SettingsError, StorageError
 from qwen_edit_zero.flat_state import FlatRange
 from tests.checkpoints.states import differing_bytes, made_up_state, owned_ranges, save
 from tests.ranks import run_ranks
@@ -180,12 +184,111 @@ def test_backup_to_an_object_store_comes_back_bit_for_bit(tmp_path: Path) -> Non
     assert verify_checkpoint(back) == ()
 
 
-def test_another_save_of_the_step_takes_the_place_of_the_copy(tmp_path: Path) -> None:
-    place = open_backup("memory://bucket/again")
-    place.copy(save(tmp_path / "run", 4, ranges=lambda: owned_ranges(made_up_state(8), 0, 1, 0)))
-    place.copy(save(tmp_path / "run", 4))
-    back = _from_memory("/bucket/again/step-00000004", tmp_path / "step-00000004")
+def test_another_save_of_the_step_sets_the_earlier_copy_aside(tmp_path: Path) -> None:
+    place = open_backup("memory://bucket", "again")
+    runs = [save(tmp_path / "one", 4, ranges=lambda: owned_ranges(made_up_state(8), 0, 1, 0)), save(tmp_path / "o", 4)]
+    aside = f"replaced-{load_head(runs[0]).save_id[:8]}/step-00000004"
+    for path in runs:
+        assert place.copy(path) == "memory://bucket/again/step-00000004"
+    assert place.copy(runs[0]) == f"memory://bucket/again/{aside}"
+    back = _from_memory("/bucket/again/step-00000004", tmp_path / "back" / "step-00000004")
     assert differing_bytes(back, made_up_state(4)) == 0
+    earlier = _from_memory(f"/bucket/again/{aside}", tmp_path / "earlier" / "step-00000004")
+    assert differing_bytes(earlier, made_up_state(8)) == 0
+    assert verify_checkpoint(earlier) == ()
+
+
+def test_in_a_folder_too(tmp_path: Path) -> None:
+    place = tmp_path / "backup"
+    runs = [save(tmp_path / "one", 4, ranges=lambda: owned_ranges(made_up_state(8), 0, 1, 0)), save(tmp_path / "o", 4)]
+    aside = place / f"replaced-{load_head(runs[0]).save_id[:8]}" / "step-00000004"
+    for path in runs:
+        assert backup_checkpoint(path, place) == place / "step-00000004"
+    assert backup_checkpoint(runs[0], place) == aside
+    assert differing_bytes(place / "step-00000004", made_up_state(4)) == 0
+    assert differing_bytes(aside, made_up_state(8)) == 0
+
+
+def test_a_damaged_copy_is_replaced(tmp_path: Path) -> None:
+    place, path = tmp_path / "backup", save(tmp_path / "run", 4)
+    (backup_checkpoint(path, place) / "rank-00000.safetensors").unlink()
+    backup_checkpoint(path, place)
+    assert _names(place) == ["step-00000004"]
+    assert verify_checkpoint(place / "step-00000004") == ()
+
+
+def test_runs_that_share_a_backup_have_a_folder_each(tmp_path: Path) -> None:
+    for run in ("one", "other"):
+        folder = tmp_path / "runs" / run / "checkpoints"
+        path = save(folder, 4)
+        assert backup_of_run(str(tmp_path / "b"), folder).copy(path) == str(tmp_path / "b" / run / "step-00000004")
+        assert backup_of_run("memory://b", folder).copy(path) == f"memory://b/{run}/step-00000004"
+
+
+@pytest.mark.parametrize(
+    ("given", "how"),
+    [
+        ("{run}/checkpoints", "is"),
+        ("{run}/checkpoints/copies", "lies in"),
+        ("{run}", "contains"),
+        ("file://{run}/checkpoints", "is"),
+        ("local://{run}/checkpoints", "is"),
+        ("{run}/../link", "is"),
+        ("{run}/x/../checkpoints", "is"),
+    ],
+)
+def test_a_backup_in_the_place_of_the_checkpoints_is_refused(given: str, how: str, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "demo"
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "link").symlink_to(run / "checkpoints")
+    with pytest.raises(SettingsError, match=f"{how} {run}/checkpoints, where the checkpoints themselves are"):
+        backup_of_run(given.format(run=run), run / "checkpoints")
+
+
+def test_a_file_url_of_another_machine_is_refused() -> None:
+    with pytest.raises(SettingsError, match="names the host backups, but file:// is for this machine"):
+        open_backup("file://backups/runs")
+
+
+class _ReadOnly(_Bucket):
+    """One that may be read alone."""
+
+    protocol = "readonly"
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **more: Any) -> None:
+        raise PermissionError("Access Denied")
+
+
+def test_a_probe_leaves_nothing_and_finds_what_takes_no_files(tmp_path: Path) -> None:
+    fsspec.register_implementation("readonly", _ReadOnly, clobber=True)
+    (tmp_path / "file").touch()
+    for good in (str(tmp_path / "new" / "one"), "memory://probed"):
+        open_backup(good, "demo").probe()
+    assert _names(tmp_path / "new" / "one" / "demo") == []
+    assert MemoryFileSystem().find("/probed") == []
+    for bad, why in ((str(tmp_path / "file"), "exists|Not a directory"), ("readonly://bucket", "Access Denied")):
+        with pytest.raises(SettingsError, match=f"could not be written to .*{why}"):
+            open_backup(bad, "demo").probe()
+
+
+def test_what_was_written_to_a_disk_is_read_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, str]] = []
+
+    def forget(fd: int, offset: int, length: int, advice: int) -> None:
+        assert (offset, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+        events.append(("forgotten", os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))))
+
+    def read(path: Path) -> str:
+        events.append(("read", path.name))
+        return checksum_of(path)
+
+    monkeypatch.setattr(os, "posix_fadvise", forget)
+    monkeypatch.setattr(backup, "checksum_of", read)
+    path = save(tmp_path / "run", 4)
+    backup_checkpoint(path, tmp_path / "backup")
+    for record in load_head(path).files:
+        mine = [event for event, name in events if name == record.name]
+        assert mine == ["forgotten", "read", "forgotten"]
 
 
 def test_a_copy_that_reads_back_differently_is_no_checkpoint(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from qwen_edit_zero.checkpoints import disk, writer
+from qwen_edit_zero.checkpoints import disk, placement, snapshot, writer
 from qwen_edit_zero.checkpoints.manifest import load_head
 from qwen_edit_zero.checkpoints.validity import latest_checkpoint, verify_checkpoint
 from qwen_edit_zero.checkpoints.writer import Contents
@@ -295,20 +295,21 @@ def test_the_best_by_the_mean_loss_since_the_last_one_stay(tmp_path: Path) -> No
 
 
 def test_a_failing_backup_is_told_tried_again_and_holds_up_deletion_alone(tmp_path: Path) -> None:
-    place = tmp_path / "backup"
+    place = tmp_path / "backup" / "demo"
+    run = Run(tmp_path / "demo" / "run", asynchronous=False, keep=1, backup=str(place.parent))
+    place.rmdir()
     place.write_text("a file where the folder should be")
-    run = Run(tmp_path / "run", asynchronous=False, keep=1, backup=str(place))
     run.train(2)
     run.hook._caretaker.wait()  # type: ignore[union-attr]
     run.hook._pass_on()
     assert any("step-00000002 is whole, but its copy in" in line for line in run.said)
-    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["step-00000001", "step-00000002"]
+    assert sorted(p.name for p in (tmp_path / "demo" / "run").iterdir()) == ["step-00000001", "step-00000002"]
     place.unlink()
     run.train(last=True)
     run.hook.finish()
     run.hook.close()
     assert sorted(p.name for p in place.iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
-    assert [p.name for p in (tmp_path / "run").iterdir()] == ["step-00000003"]
+    assert [p.name for p in (tmp_path / "demo" / "run").iterdir()] == ["step-00000003"]
     for copy in place.iterdir():
         assert verify_checkpoint(copy) == ()
 
@@ -316,6 +317,51 @@ def test_a_failing_backup_is_told_tried_again_and_holds_up_deletion_alone(tmp_pa
 def test_a_backup_that_cannot_be_reached_is_refused_before_training(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"checkpoint\.backup nosuch://bucket/run cannot be reached"):
         Run(tmp_path, backup="nosuch://bucket/run")
+
+
+def _probed(rank: int, world: int, folder: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            failing_writes(patch, errno.EROFS, lambda name: name.startswith(".probe-"))
+        try:
+            Run(folder / "run", rank, world, backup=str(folder / "backup"))
+        except SettingsError as error:
+            return str(error)
+    return ""
+
+
+def test_so_is_one_that_takes_no_files_by_all_ranks(tmp_path: Path) -> None:
+    said, other = run_ranks(_probed, 2, tmp_path)
+    assert said == other
+    assert "checkpoint.backup puts copies of this run, and read again: Read-only file system" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_copies_that_are_missing_are_made_when_the_run_goes_on(tmp_path: Path) -> None:
+    folder, place = tmp_path / "demo" / "checkpoints", tmp_path / "backup"
+    Run(folder, asynchronous=False).train(2)
+    run = Run(folder, asynchronous=False, backup=str(place), keep=1)
+    run.step = 2
+    run.train(last=True)
+    run.hook.finish()
+    run.hook.close()
+    assert sorted(p.name for p in (place / "demo").iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
+    assert [p.name for p in folder.iterdir()] == ["step-00000003"]
+
+
+def test_the_folders_that_lead_to_checkpoints_survive_power_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(placement, "sync_folder", synced.append)
+    Run(tmp_path / "runs" / "demo" / "checkpoints", asynchronous=False)
+    assert synced == [tmp_path, tmp_path / "runs", tmp_path / "runs" / "demo"]
+
+
+def test_a_tenth_of_the_memory_of_a_node_is_not_taken_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_available_on_node", lambda: 2000)
+    monkeypatch.setattr(snapshot, "_available_in_cgroup", lambda: 1000)
+    assert snapshot.available_host_bytes() == 900
 
 
 def test_errors_that_are_no_storage_errors_always_end_the_run(tmp_path: Path) -> None:
