@@ -49,7 +49,7 @@ from tests.ranks import run_ranks
 CONFIG = problem.transformer_config(width=640, layers=5)
 KINDS = ("fsdp2", "zero2", "zero3")
 WRITTEN_ON, LOADED_ON = 2, (2, 4)
-ROUNDS = 5
+ROUNDS, CONVERSIONS = 5, 3
 MIB = 1 << 20
 CHUNK = 1 << 20  # elements
 _CONVERT = "import sys; from benchmarks.checkpoints.resume import convert; convert(*sys.argv[1:])"
@@ -90,7 +90,7 @@ def measure(rounds: int = ROUNDS, config: dict[str, Any] = CONFIG) -> list[Table
             for world in LOADED_ON:
                 converting = None
                 if kind != "fsdp2" and world != WRITTEN_ON:
-                    converting, row = _conversion(kind, folder, rounds)
+                    converting, row = _conversion(kind, folder, min(rounds, CONVERSIONS))
                     conversions.append(row)
                 found = run_ranks(_race, world, kind, folder, rounds, config, timeout=3000)[0]
                 for name, f in found.items():
@@ -128,9 +128,10 @@ def measure(rounds: int = ROUNDS, config: dict[str, Any] = CONFIG) -> list[Table
     tables = [Table("Loading a checkpoint", columns, loads, notes)]
     notes = (
         "In a process that has imported torch and DeepSpeed already (from a shell, about 10 s more), with DeepSpeed's "
-        "own numbers of workers. Its files are not synced. Memory: proportional anonymous memory of the process and "
-        "its workers together, at its peak. In both stages it needs a second copy of the checkpoint on the disk, while "
-        "it runs a third. Its stage 2 needs `--inject_missing_state` with a model that is not Megatron's."
+        f"own numbers of workers; medians of {min(rounds, CONVERSIONS)}. Its files are not synced. Memory: "
+        "proportional anonymous memory of the process and its workers together, at its peak. It needs a second copy of "
+        "the checkpoint on the disk, and a third while it runs. Stage 2 needs `--inject_missing_state` with a model "
+        "that is not Megatron's."
     )
     columns = ["engine", "read, MB", "written, MB", "warm, s", "cold, s", "peak, MiB"]
     return [*tables, Table("DeepSpeed's conversion, part of the rows above", columns, conversions, notes)]
