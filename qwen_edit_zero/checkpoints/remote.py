@@ -24,11 +24,13 @@ class RemoteBackup:
     Object stores cannot rename a folder, so the manifest is written last and a folder without one is no checkpoint.
     Everything written is read back and compared with the checksums of the manifest.
 
-    Raises SettingsError on construction if the URL's scheme is unknown or its package is not installed.
+    Raises SettingsError on construction if the URL's scheme is unknown or its package is not installed, or if it is
+    a roundabout name for a folder of this machine.
     """
 
     def __init__(self, url: str, run: str = "") -> None:
         from fsspec.core import url_to_fs
+        from fsspec.implementations.local import LocalFileSystem
 
         self.name = f"{url.rstrip('/')}/{run}".rstrip("/")
         try:
@@ -38,6 +40,8 @@ class RemoteBackup:
                 f"checkpoint.backup {url} cannot be reached: {error}. Install the fsspec package of this kind of place "
                 "(s3fs for s3://, ossfs for oss://, gcsfs for gs://), or give a folder"
             ) from error
+        if isinstance(_innermost(self._fs), LocalFileSystem):
+            raise SettingsError(f"checkpoint.backup {url} is on this machine; give its folder, {root}, without a URL")
         self._root = f"{str(root).rstrip('/')}/{run}".rstrip("/")
 
     def probe(self) -> None:
@@ -132,6 +136,13 @@ class RemoteBackup:
         except (FileNotFoundError, CheckpointError):
             return None
         return there if whole else None
+
+
+def _innermost(fs: Any) -> Any:
+    """What a chained URL (`dir::...`, `simplecache::...`) leads to."""
+    while (inner := getattr(fs, "fs", None)) is not None:
+        fs = inner
+    return fs
 
 
 def _chunks(file: Any) -> Iterator[bytes]:

@@ -156,7 +156,7 @@ class CheckpointSettings(Section):
     asynchronous: bool = True  # write while training goes on, from a copy in host memory
     when_busy: Literal["wait", "skip"] = "wait"  # if one is due while another is still being written
     on_failure: Literal["stop", "warn"] = "stop"  # if one cannot be written; warn: train on, but the last one must be
-    backup: str | None = None  # a folder or fsspec URL that gets verified copies
+    backup: str | None = None  # a folder or fsspec URL that gets verified copies, in a folder run.name
 
 
 class SamplingSettings(Section):

@@ -250,6 +250,11 @@ def test_a_file_url_of_another_machine_is_refused() -> None:
         open_backup("file://backups/runs")
 
 
+def test_so_is_a_roundabout_name_for_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=f"is on this machine; give its folder, {tmp_path}, without a URL"):
+        open_backup(f"dir::file://{tmp_path}")
+
+
 class _ReadOnly(_Bucket):
     """One that may be read alone."""
 
