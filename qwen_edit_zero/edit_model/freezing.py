@@ -34,7 +34,9 @@ class TrainableReport:
         return line if not self.frozen else f"{line}; {self.frozen_tensors} tensors are frozen"
 
     def lines(self, *, compute_bytes: int, masters_apart: bool) -> list[str]:
-        """What trains, what is frozen and what freezing saves, over all ranks together.
+        """What trains, what is frozen and what freezing saves in one copy of the state.
+
+        Where an engine shards a kind of it, that is over the ranks together; where it replicates one, on each of them.
 
         A frozen element needs no moments (8 bytes), no gradient (4) and no fp32 master; it is kept in the compute
         precision of `compute_bytes`. Where masters lie apart from the weights that compute (ZeRO) that saves 4 bytes,
@@ -48,7 +50,7 @@ class TrainableReport:
         masters = 4 if masters_apart else 4 - compute_bytes
         kinds = {"moments": 8, "gradients": 4, "master weights": masters}
         saved = ", ".join(f"{self.frozen * size / 1e9:.3g} GB of {kind}" for kind, size in kinds.items() if size)
-        return [*lines, f"  freezing saves {saved}, over all ranks together"]
+        return [*lines, f"  freezing saves {saved} in every copy of the state"]
 
 
 def freeze(module: torch.nn.Module, patterns: Sequence[str]) -> TrainableReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -59,6 +60,7 @@ def arrange_ranks(settings: EngineSettings) -> Ranks:
         )
     if size == 1:
         return Ranks(rank, world)
+    keep_inside_nodes(size)
     first = rank - rank % size
     group = dist.new_group(
         list(range(first, first + size)),
@@ -66,3 +68,17 @@ def arrange_ranks(settings: EngineSettings) -> Ranks:
         use_local_synchronization=True,  # each rank makes its own group only, however many there are
     )
     return Ranks(rank, world, size, group)
+
+
+def keep_inside_nodes(size: int) -> None:
+    """Raise SettingsError for groups that would cross nodes although smaller ones would not.
+
+    Groups are consecutive ranks, so they lie in nodes if `size` divides the ranks of a node, or is a multiple of them.
+    """
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if on_node > 1 and on_node % size and size % on_node:
+        fitting = [str(n) for n in range(1, on_node + 1) if on_node % n == 0]
+        raise SettingsError(
+            f"engine.sequence_parallel is {size} with {on_node} ranks on a node, so that some groups would lie in two "
+            f"nodes and exchange every block's tokens between them. Sizes that keep inside: {', '.join(fitting)}."
+        )

@@ -36,7 +36,7 @@ from qwen_edit_zero.training.lr import lr_at
 from qwen_edit_zero.training.metrics import MetricsWriter
 from qwen_edit_zero.training.progress import Progress
 from qwen_edit_zero.training.samples import SamplePictures
-from qwen_edit_zero.training.saving import CheckpointHook, checkpoint_contents, lora_reference
+from qwen_edit_zero.training.saving import CheckpointHook, checkpoint_contents, lora_reference, probe_backup
 from qwen_edit_zero.training.task import EditTask
 from qwen_edit_zero.training.trainer import Hook, Trainer
 
@@ -82,6 +82,8 @@ class _Run:
         with run_folder.take(self.path) if self.rank == 0 else nullcontext():
             engine = make_engine(self.settings, device=self.device)
             try:
+                if self.rank == 0:
+                    probe_backup(self.settings.checkpoint, self.checkpoints)
                 module = self._module(engine)  # shows what cannot work before an earlier run is moved or data encoded
                 if self.rank == 0 and self.resume == resuming.NONE:
                     aside = run_folder.set_aside(self.path)

@@ -37,7 +37,10 @@ class EditTask:
         )
 
     def flops(self, batch: EditBatch) -> float:
-        """Forward and backward of the real samples; recomputation and fillers are no useful work, so not counted."""
+        """Forward and backward of the real samples; recomputation and fillers are no useful work, so not counted.
+
+        Frozen layers count as if they trained, but for LoRA, where the base's weight gradients are left out.
+        """
         shapes = [tuple(t.shape) for t in (batch.target_latents, *batch.reference_latents)]
         real = int((batch.weights > 0).sum())  # fillers weigh nothing
         one = training_flops(

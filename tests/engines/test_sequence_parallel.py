@@ -16,6 +16,7 @@ from qwen_edit_zero.edit_model.lora import add_lora
 from qwen_edit_zero.edit_model.sequence_parallel import check_heads, split_sequences
 from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.factory import make_engine
+from qwen_edit_zero.engines.ranks import keep_inside_nodes
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.settings.models import LoraSettings
 from tests.engines import harness, problem
@@ -67,9 +68,7 @@ def plain() -> dict[bool, dict[str, Any]]:
     outcome = {}
     for frozen in (False, True):
         model = problem.make_model(frozen=frozen)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(problem, "COUNTS", problem.COUNTS[:5])
-            losses, norms = problem.train_plainly(model, OPTIMIZER)
+        losses, norms = problem.train_plainly(model, OPTIMIZER, steps=range(5))
         weights = problem.weights_of(model)
         outcome[frozen] = {"losses": losses, "norms": norms, "weights": weights}
         with torch.no_grad():
@@ -182,3 +181,15 @@ def test_what_cannot_be_split_over_the_ranks_is_refused_on_all_of_them() -> None
         assert "11 image and 3 text tokens" in too_short
         assert "does not divide the 4 ranks" in uneven
         assert "Sizes that do: 1, 2, 4." in uneven
+
+
+@pytest.mark.parametrize(("on_node", "size", "refused"), [(8, 4, False), (8, 16, False), (8, 3, True), (6, 4, True)])
+def test_groups_that_would_cross_nodes_are_refused(
+    on_node: int, size: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_node))
+    if refused:
+        with pytest.raises(SettingsError, match=rf"{size} with {on_node} ranks on a node"):
+            keep_inside_nodes(size)
+    else:
+        keep_inside_nodes(size)
