@@ -1,6 +1,6 @@
 """Run the checkpoint benchmarks and print their tables: `python benchmarks/checkpoints/run.py [NAME ...]`.
 
-Names: kills, damage, stalls, stall, resume; none: all, in this order. The tables of the last run of each also go to
+Names: kills, damage, stall, resume; none: all, in this order. The tables of the last run of each also go to
 runs/benchmarks/checkpoints/NAME.md.
 """
 
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ("kills", "damage", "stalls", "stall", "resume")
+NAMES = ("kills", "damage", "stall", "resume")
 
 
 def main(names: list[str]) -> int:
