@@ -27,7 +27,7 @@ from benchmarks.engines import problem
 from benchmarks.engines.tables import Table
 from qwen_edit_zero.checkpoints.manifest import ModelReference
 from qwen_edit_zero.checkpoints.writer import Contents
-from qwen_edit_zero.edit_data.batch import EditBatch
+from qwen_edit_zero.edit_data.batches.batch import EditBatch
 from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.settings.models import CheckpointSettings
 from qwen_edit_zero.training.saving import CheckpointHook

@@ -23,9 +23,9 @@ from diffusers import QwenImageTransformer2DModel
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks.engines import problem
-from qwen_edit_zero.edit_data.batch import EditBatch
-from qwen_edit_zero.edit_data.loader import StepBatches
-from qwen_edit_zero.edit_data.schedule import StepPlan
+from qwen_edit_zero.edit_data.batches.batch import EditBatch
+from qwen_edit_zero.edit_data.batches.loader import StepBatches
+from qwen_edit_zero.edit_data.batches.schedule import StepPlan
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.edit_model.transformer import build_transformer
 from qwen_edit_zero.settings.models import Settings

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qwen_edit_zero.edit_data.batch import EditBatch
+from qwen_edit_zero.edit_data.batches.batch import EditBatch
 from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
 from qwen_edit_zero.edit_model.transformer import build_transformer
 from qwen_edit_zero.engines.base import ParallelEngine

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.engines.problem import model_folder, transformer_config
 from benchmarks.gpu_check.expected import step_bytes
-from qwen_edit_zero.edit_data.batch import EditBatch
+from qwen_edit_zero.edit_data.batches.batch import EditBatch
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.edit_model.transformer import build_transformer
 from qwen_edit_zero.engines.base import ParallelEngine

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu_check.devices import dense_bf16_tflops
 from benchmarks.gpu_check.memory import peak, release, synchronize
 from benchmarks.gpu_check.model import Subject, build, sample, settings, step_memory
-from qwen_edit_zero.edit_data.batch import EditBatch
+from qwen_edit_zero.edit_data.batches.batch import EditBatch
 from qwen_edit_zero.edit_model.attention import resolve_attention
 from qwen_edit_zero.edit_model.transformer import set_attention
 from qwen_edit_zero.engines.base import ParallelEngine

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from qwen_edit_zero.edit_data.pictures import load_picture
+from qwen_edit_zero.edit_data.pictures.decode import load_picture
 from qwen_edit_zero.edit_model.components import load_pipeline
 from qwen_edit_zero.edit_model.folder import open_model_folder
 from qwen_edit_zero.edit_model.sampling import decode

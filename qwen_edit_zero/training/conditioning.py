@@ -12,10 +12,10 @@ from PIL import Image
 
 from qwen_edit_zero.assets import demo_manifest
 from qwen_edit_zero.cluster.collectives import gather_objects
-from qwen_edit_zero.edit_data.buckets import Bucket, assign_buckets
-from qwen_edit_zero.edit_data.cache import CachedSample, ConditioningCache
-from qwen_edit_zero.edit_data.fill import FilledCache, fill_cache
-from qwen_edit_zero.edit_data.manifest import Refusal, Sample, read_manifest, refuse_or_raise
+from qwen_edit_zero.edit_data.batches.buckets import Bucket, assign_buckets
+from qwen_edit_zero.edit_data.cache.fill import FilledCache, fill_cache
+from qwen_edit_zero.edit_data.cache.store import CachedSample, ConditioningCache
+from qwen_edit_zero.edit_data.manifests.manifest import Refusal, Sample, read_manifest, refuse_or_raise
 from qwen_edit_zero.edit_model.encoders import ConditioningEncoder
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.settings.models import DataSettings, Settings

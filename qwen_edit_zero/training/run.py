@@ -12,9 +12,9 @@ from qwen_edit_zero.cluster import process_group
 from qwen_edit_zero.cluster.collectives import barrier
 from qwen_edit_zero.cluster.device_setup import set_numerics
 from qwen_edit_zero.cluster.identity import Identity
-from qwen_edit_zero.edit_data.loader import BatchLoader
-from qwen_edit_zero.edit_data.manifest import dataset_fingerprint
-from qwen_edit_zero.edit_data.schedule import SampleSchedule
+from qwen_edit_zero.edit_data.batches.loader import BatchLoader
+from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
+from qwen_edit_zero.edit_data.manifests.manifest import dataset_fingerprint
 from qwen_edit_zero.edit_model.attention import resolve_attention
 from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
 from qwen_edit_zero.edit_model.freezing import freeze

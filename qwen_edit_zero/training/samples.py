@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from qwen_edit_zero.cluster.collectives import barrier
-from qwen_edit_zero.edit_data.pictures import load_picture
+from qwen_edit_zero.edit_data.pictures.decode import load_picture
 from qwen_edit_zero.edit_model.components import load_scheduler, load_vae, release_memory
 from qwen_edit_zero.edit_model.flow import sample_generator
 from qwen_edit_zero.edit_model.folder import ModelFolder

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qwen_edit_zero.edit_data.batch import EditBatch
+from qwen_edit_zero.edit_data.batches.batch import EditBatch
 from qwen_edit_zero.edit_model.flops import training_flops
 from qwen_edit_zero.edit_model.flow import FlowMatching
 from qwen_edit_zero.edit_model.folder import ModelFolder

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from PIL import Image, ImageDraw
 
-from qwen_edit_zero.edit_data.cache import CachedSample
+from qwen_edit_zero.edit_data.cache.store import CachedSample
 
 CASES = Path(__file__).parent / "cases"  # odd inputs from the field
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from qwen_edit_zero.edit_data.batch import EditBatch, collate
-from qwen_edit_zero.edit_data.cache import ConditioningCache
-from qwen_edit_zero.edit_data.loader import BatchLoader
-from qwen_edit_zero.edit_data.manifest import Sample
-from qwen_edit_zero.edit_data.schedule import SampleSchedule
+from qwen_edit_zero.edit_data.batches.batch import EditBatch, collate
+from qwen_edit_zero.edit_data.batches.loader import BatchLoader
+from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
+from qwen_edit_zero.edit_data.cache.store import ConditioningCache
+from qwen_edit_zero.edit_data.manifests.manifest import Sample
 from qwen_edit_zero.errors import DataError
 from tests.edit_data.builders import entry
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_edit_zero.edit_data.buckets import Bucket, assign_buckets, bucket_of, prepared_size
-from qwen_edit_zero.edit_data.manifest import Sample, read_manifest
+from qwen_edit_zero.edit_data.batches.buckets import Bucket, assign_buckets, bucket_of, prepared_size
+from qwen_edit_zero.edit_data.manifests.manifest import Sample, read_manifest
 from qwen_edit_zero.errors import DataError
 from tests.edit_data.builders import row, save, write_manifest
 

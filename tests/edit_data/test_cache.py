@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from qwen_edit_zero.edit_data.cache import CachedSample, ConditioningCache
-from qwen_edit_zero.edit_data.digests import DigestMemo, content_digest
-from qwen_edit_zero.edit_data.manifest import Sample
+from qwen_edit_zero.edit_data.cache.digests import DigestMemo, content_digest
+from qwen_edit_zero.edit_data.cache.store import CachedSample, ConditioningCache
+from qwen_edit_zero.edit_data.manifests.manifest import Sample
 from qwen_edit_zero.errors import DataError, StorageError
 from tests.edit_data.builders import entry, save
 
@@ -130,7 +130,7 @@ def age(path: Path) -> None:
 def test_an_unchanged_file_is_not_read_again_and_a_changed_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qwen_edit_zero.edit_data import digests
+    from qwen_edit_zero.edit_data.cache import digests
 
     path = save(tmp_path / "a.png")
     read: list[Path] = []

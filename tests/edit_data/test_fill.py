@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from qwen_edit_zero.edit_data.cache import CachedSample, ConditioningCache
-from qwen_edit_zero.edit_data.fill import FilledCache, fill_cache
-from qwen_edit_zero.edit_data.manifest import Sample, read_manifest
+from qwen_edit_zero.edit_data.cache.fill import FilledCache, fill_cache
+from qwen_edit_zero.edit_data.cache.store import CachedSample, ConditioningCache
+from qwen_edit_zero.edit_data.manifests.manifest import Sample, read_manifest
 from qwen_edit_zero.errors import DataError
 from tests.edit_data.builders import quadrants, row, save_pictures, write_manifest
 

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from qwen_edit_zero.edit_data.manifest import Manifest, Refusal, dataset_fingerprint, read_manifest, refuse_or_raise
+from qwen_edit_zero.edit_data.manifests.manifest import (
+    Manifest,
+    Refusal,
+    dataset_fingerprint,
+    read_manifest,
+    refuse_or_raise,
+)
 from qwen_edit_zero.errors import DataError
 from tests.edit_data.builders import CASES, row, save, write_manifest
 

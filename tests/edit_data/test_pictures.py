@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, ImageFile
 
-from qwen_edit_zero.edit_data import pictures
-from qwen_edit_zero.edit_data.pictures import load_picture, picture_size
+from qwen_edit_zero.edit_data.pictures import decode as pictures
+from qwen_edit_zero.edit_data.pictures.decode import load_picture, picture_size
 from qwen_edit_zero.errors import DataError
 from tests.edit_data.builders import CASES, quadrants, save
 

@@ -6,7 +6,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen_edit_zero.edit_data.schedule import SampleSchedule, StepPlan, micro_batches
+from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule, StepPlan, micro_batches
 
 buckets = st.lists(st.integers(0, 4), min_size=1, max_size=60)
 sizes = st.integers(1, 17)

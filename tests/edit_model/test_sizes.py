@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen_edit_zero.edit_data.buckets import prepared_size
+from qwen_edit_zero.edit_data.batches.buckets import prepared_size
 from qwen_edit_zero.edit_model.sizes import latent_size, size_at_area, token_count, token_grid
 from qwen_edit_zero.errors import DataError
 

@@ -22,11 +22,11 @@ from benchmarks.engines import problem as benchmark
 from benchmarks.gpu_check.expected import state_bytes
 from benchmarks.gpu_check.memory import DeviceMemory, release
 from benchmarks.gpu_check.model import RandomWeights
-from qwen_edit_zero.edit_data.buckets import Bucket
-from qwen_edit_zero.edit_data.cache import CachedSample, ConditioningCache
-from qwen_edit_zero.edit_data.loader import BatchLoader
-from qwen_edit_zero.edit_data.manifest import Sample
-from qwen_edit_zero.edit_data.schedule import SampleSchedule
+from qwen_edit_zero.edit_data.batches.buckets import Bucket
+from qwen_edit_zero.edit_data.batches.loader import BatchLoader
+from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
+from qwen_edit_zero.edit_data.cache.store import CachedSample, ConditioningCache
+from qwen_edit_zero.edit_data.manifests.manifest import Sample
 from qwen_edit_zero.edit_model.attention import resolve_attention
 from qwen_edit_zero.edit_model.transformer import build_transformer
 from qwen_edit_zero.engines.base import StepResult

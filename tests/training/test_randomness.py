@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qwen_edit_zero.edit_data.schedule import SampleSchedule, micro_batches
+from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule, micro_batches
 from qwen_edit_zero.edit_model.flow import FlowMatching
 from qwen_edit_zero.settings.models import FlowSettings
 

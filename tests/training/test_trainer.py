@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from qwen_edit_zero.edit_data.batch import EditBatch
-from qwen_edit_zero.edit_data.loader import StepBatches
-from qwen_edit_zero.edit_data.schedule import StepPlan
+from qwen_edit_zero.edit_data.batches.batch import EditBatch
+from qwen_edit_zero.edit_data.batches.loader import StepBatches
+from qwen_edit_zero.edit_data.batches.schedule import StepPlan
 from qwen_edit_zero.engines.base import StepResult
 from qwen_edit_zero.engines.ranks import Ranks
 from qwen_edit_zero.errors import DivergenceError

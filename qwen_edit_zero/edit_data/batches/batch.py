@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from qwen_edit_zero.edit_data.cache import CachedSample
+from qwen_edit_zero.edit_data.cache.store import CachedSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qwen_edit_zero.edit_data.rows import Row, RowError, parse_row
+from qwen_edit_zero.edit_data.manifests.rows import Row, RowError, parse_row
 from qwen_edit_zero.edit_data.wording import nearest, shown, why_missing
 from qwen_edit_zero.errors import DataError
 

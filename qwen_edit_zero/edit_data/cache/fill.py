@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from PIL import Image
 
-from qwen_edit_zero.edit_data.cache import CachedSample, ConditioningCache
-from qwen_edit_zero.edit_data.digests import DigestMemo
-from qwen_edit_zero.edit_data.manifest import OnError, Refusal, Sample
-from qwen_edit_zero.edit_data.pictures import load_picture
+from qwen_edit_zero.edit_data.cache.digests import DigestMemo
+from qwen_edit_zero.edit_data.cache.store import CachedSample, ConditioningCache
+from qwen_edit_zero.edit_data.manifests.manifest import OnError, Refusal, Sample
+from qwen_edit_zero.edit_data.pictures.decode import load_picture
 from qwen_edit_zero.errors import DataError
 
 Encode = Callable[[Sequence[Image.Image], str, Image.Image], CachedSample]

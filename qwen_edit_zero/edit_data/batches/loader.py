@@ -9,10 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count, islice
 from types import TracebackType
 
-from qwen_edit_zero.edit_data.batch import EditBatch, collate
-from qwen_edit_zero.edit_data.cache import ConditioningCache
-from qwen_edit_zero.edit_data.manifest import Sample
-from qwen_edit_zero.edit_data.schedule import MicroBatch, SampleSchedule, StepPlan, micro_batches
+from qwen_edit_zero.edit_data.batches.batch import EditBatch, collate
+from qwen_edit_zero.edit_data.batches.schedule import MicroBatch, SampleSchedule, StepPlan, micro_batches
+from qwen_edit_zero.edit_data.cache.store import ConditioningCache
+from qwen_edit_zero.edit_data.manifests.manifest import Sample
 
 
 class StepBatches:

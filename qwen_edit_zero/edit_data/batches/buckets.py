@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from qwen_edit_zero.edit_data.manifest import Refusal, Sample
-from qwen_edit_zero.edit_data.pictures import picture_size
+from qwen_edit_zero.edit_data.manifests.manifest import Refusal, Sample
+from qwen_edit_zero.edit_data.pictures.decode import picture_size
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError
 

@@ -9,8 +9,8 @@ from typing import BinaryIO
 
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from qwen_edit_zero.edit_data.colour import to_srgb
-from qwen_edit_zero.edit_data.png import scan_png
+from qwen_edit_zero.edit_data.pictures.colour import to_srgb
+from qwen_edit_zero.edit_data.pictures.png import scan_png
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError
 

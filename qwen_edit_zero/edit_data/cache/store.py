@@ -17,9 +17,9 @@ import safetensors.torch
 import torch
 import xxhash
 
-from qwen_edit_zero.edit_data.digests import content_digest
-from qwen_edit_zero.edit_data.manifest import Sample
-from qwen_edit_zero.edit_data.pictures import RULES_VERSION
+from qwen_edit_zero.edit_data.cache.digests import content_digest
+from qwen_edit_zero.edit_data.manifests.manifest import Sample
+from qwen_edit_zero.edit_data.pictures.decode import RULES_VERSION
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError, StorageError
 

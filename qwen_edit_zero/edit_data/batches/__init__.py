@@ -1,0 +1,1 @@
+"""Which samples each optimizer step trains on, and their micro-batches."""

@@ -1,0 +1,1 @@
+"""What the frozen encoders made of each sample, kept by content."""

@@ -1,0 +1,1 @@
+"""Manifests of edit samples: the formats that are read, and their rows."""

@@ -1,0 +1,1 @@
+"""Pictures: one decoder with stated rules for every use."""
