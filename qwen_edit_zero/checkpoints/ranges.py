@@ -80,6 +80,21 @@ class Ranges(Sequence[StoredRange]):
         checksum = f"{int(table.xxh3_64[row]):016x}"
         return StoredRange(int(table.file[row]), int(table.offset[row]), start, end - start, checksum)
 
+    @property
+    def first_row(self) -> int:
+        """The table's row of the first range; those of the others follow."""
+        return self._first
+
+    def index_at(self, element: int) -> int:
+        """Number of the range that holds an element."""
+        starts = self._table.start[self._first : self._first + self._count]
+        return max(0, int(np.searchsorted(starts, element, side="right")) - 1)
+
+    def byte_sizes(self, item_size: int) -> npt.NDArray[np.int64]:
+        """Bytes of each range."""
+        starts = self._table.start[self._first : self._first + self._count]
+        return np.diff(starts, append=self._elements) * item_size
+
     def in_file(self, file: int) -> Iterator[StoredRange]:
         """Those that lie in one file."""
         rows = slice(self._first, self._first + self._count)
@@ -120,23 +135,30 @@ def coverage_fault(count: int, ranges: Sequence[StoredRange]) -> str | None:
 
 
 class Piece(NamedTuple):
-    """The part of a stored range that a read needs: elements `skip .. skip + take` of it go to `at` of the result."""
+    """The part of a stored range that a read needs: elements `skip .. skip + take` of it go to `at` of the result.
+
+    `index` is the number of the range among those of its tensor.
+    """
 
     stored: StoredRange
     skip: int
     take: int
     at: int
+    index: int
 
 
 def intersect(ranges: Sequence[StoredRange], start: int, length: int) -> Iterator[Piece]:
     """The pieces, in order, that make up elements `start .. start + length`; `ranges` sorted, without holes."""
     end, position = start + length, start
-    index = max(0, bisect_right(ranges, start, key=lambda r: r.start) - 1)
+    if isinstance(ranges, Ranges):
+        index = ranges.index_at(start)
+    else:
+        index = max(0, bisect_right(ranges, start, key=lambda r: r.start) - 1)
     while position < end:
         stored = ranges[index]
         skip = position - stored.start
         take = min(end - position, stored.length - skip)
         if take > 0:
-            yield Piece(stored, skip, take, position - start)
+            yield Piece(stored, skip, take, position - start, index)
             position += take
         index += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -29,8 +29,23 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint, or part of it, is not what was written; `fault` says what, without advice."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"{fault}. Use another checkpoint or a backup")
+        self.fault = fault
+
+
 class CheckpointReader:
     """TensorSource over a checkpoint folder. Holds the manifest and a few open files, no tensor.
+
+    Attributes:
+        path: the folder.
+        manifest: what it holds.
+        compared: for each row of the table of ranges whether this reader has compared that range with its checksum.
+        bytes_read: of the data files, so far.
+        on_read: called after each piece that was read, if given.
 
     Raises CheckpointError on construction if the manifest cannot be used. The data files are looked at when they are
     read; `check_checkpoint` looks at all of them beforehand.
@@ -46,6 +61,9 @@ class CheckpointReader:
             raise
         self._tensors = {(t.kind, t.name): t for t in self.manifest.tensors}
         self._files = OpenFiles()
+        self.compared = np.zeros(sum(len(t.ranges) for t in self.manifest.tensors), dtype=np.bool_)
+        self.bytes_read = 0
+        self.on_read: Callable[[], None] | None = None
 
     def another(self) -> CheckpointReader:
         """A reader of the same checkpoint for another thread: it shares the manifest, but no open file."""
@@ -89,13 +107,18 @@ class CheckpointReader:
         """Stored dtype, as safetensors names it. Raises KeyError if it is not there."""
         return self._tensors[kind, name].dtype
 
+    def torch_dtype(self, name: str, kind: str = PARAM) -> torch.dtype:
+        """Stored dtype. Raises KeyError if the tensor is not there."""
+        from qwen_edit_zero.checkpoints.rank_file import DTYPE_NAMES
+
+        stored = self.dtype(name, kind)
+        return next(dtype for dtype, text in DTYPE_NAMES.items() if text == stored)
+
     def read(self, name: str, start: int, length: int, kind: str = PARAM) -> torch.Tensor:
         """Elements `start .. start + length`, as a 1-D CPU tensor in the stored dtype; see `read_bytes`."""
         import torch
 
-        from qwen_edit_zero.checkpoints.rank_file import DTYPE_NAMES
-
-        dtype = next(d for d, text in DTYPE_NAMES.items() if text == self.dtype(name, kind))
+        dtype = self.torch_dtype(name, kind)
         if length == 0:
             return torch.empty(0, dtype=dtype)
         return torch.from_numpy(self.read_bytes(name, start, length, kind)).view(dtype)
@@ -114,7 +137,7 @@ class CheckpointReader:
             part = result[piece.at * size : (piece.at + piece.take) * size]
             self._fill(piece.stored, piece.skip * size, part)
             if piece.take == piece.stored.length:
-                self._compare(tensor, piece.stored, xxhash.xxh3_64_hexdigest(part.data))
+                self._compare(tensor, piece.index, piece.stored, xxhash.xxh3_64_hexdigest(part.data))
         return result
 
     def stream(self, name: str, kind: str = PARAM, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Bytes]:
@@ -125,15 +148,23 @@ class CheckpointReader:
         tensor = self._tensors[kind, name]
         size = ITEM_SIZE[tensor.dtype]
         buffer = np.empty(chunk_bytes // size * size, dtype=np.uint8)
-        for stored in tensor.ranges:
-            digest = xxhash.xxh3_64()
-            total = stored.length * size
-            for done in range(0, total, len(buffer)):
-                chunk = buffer[: min(len(buffer), total - done)]
-                self._fill(stored, done, chunk)
-                digest.update(chunk.data)
-                yield chunk
-            self._compare(tensor, stored, digest.hexdigest())
+        for index in range(len(tensor.ranges)):
+            yield from self._range_chunks(tensor, index, buffer)
+
+    def compare_range(self, tensor: StoredTensor, index: int, buffer: Bytes) -> None:
+        """Read one stored range of a tensor through `buffer` and compare it. Raises as `read_bytes`."""
+        for _ in self._range_chunks(tensor, index, buffer):
+            pass
+
+    def _range_chunks(self, tensor: StoredTensor, index: int, buffer: Bytes) -> Iterator[Bytes]:
+        stored, digest = tensor.ranges[index], xxhash.xxh3_64()
+        total = stored.length * ITEM_SIZE[tensor.dtype]
+        for done in range(0, total, len(buffer)):
+            chunk = buffer[: min(len(buffer), total - done)]
+            self._fill(stored, done, chunk)
+            digest.update(chunk.data)
+            yield chunk
+        self._compare(tensor, index, stored, digest.hexdigest())
 
     def close(self) -> None:
         """Close the files, and let retention delete them. Idempotent; a later read opens them again."""
@@ -153,12 +184,15 @@ class CheckpointReader:
         try:
             self._files.read_into(file, stored.offset + skip_bytes, target.data)
         except OSError as error:
-            raise CheckpointError(f"cannot read {file}: {error.strerror}. Use another checkpoint or a backup") from None
+            raise DamagedError(f"cannot read {file}: {error.strerror}") from None
+        self.bytes_read += len(target)
+        if self.on_read is not None:
+            self.on_read()
 
-    def _compare(self, tensor: StoredTensor, stored: StoredRange, checksum: str) -> None:
+    def _compare(self, tensor: StoredTensor, index: int, stored: StoredRange, checksum: str) -> None:
         if checksum != stored.xxh3_64:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self.path / self.manifest.files[stored.file].name} is damaged: {tensor.name} ({tensor.kind}), "
-                f"elements {stored.start} to {stored.start + stored.length - 1}, does not match its checksum. "
-                "Use another checkpoint or a backup"
+                f"elements {stored.start} to {stored.start + stored.length - 1}, does not match its checksum"
             )
+        self.compared[tensor.ranges.first_row + index] = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -19,6 +21,15 @@ def sum_over_ranks(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     moved = values.to(device)
     dist.all_reduce(moved)
     return moved.cpu()
+
+
+def any_over_ranks(mask: npt.NDArray[np.bool_], device: torch.device) -> npt.NDArray[np.bool_]:
+    """For each element whether it is set on some rank; one byte an element travels. `device` as above."""
+    if not _many():
+        return mask
+    moved = torch.from_numpy(mask.view(np.uint8)).to(device, copy=True)
+    dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+    return moved.cpu().numpy().view(np.bool_)
 
 
 def gather_objects(mine: Any) -> list[Any]:
