@@ -103,13 +103,13 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def set_step(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Set the step counters, on which the bias correction depends."""
-    for state in optimizer.state.values():
-        if isinstance(state["step"], torch.Tensor):
-            state["step"].fill_(steps)
-        else:
-            state["step"] = steps
+def set_step(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, steps: int) -> None:
+    """Set the step counter of a parameter that has its state; the bias correction depends on it."""
+    state = optimizer.state[parameter]
+    if isinstance(state["step"], torch.Tensor):
+        state["step"].fill_(steps)
+    else:
+        state["step"] = steps
 
 
 def _is_8bit(optimizer: torch.optim.Optimizer) -> bool:

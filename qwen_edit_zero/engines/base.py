@@ -24,7 +24,7 @@ from qwen_edit_zero.engines.ranks import Ranks
 from qwen_edit_zero.flat_state import FlatRange, TensorSource
 from qwen_edit_zero.settings.models import OptimizerSettings
 
-Scalars = dict[str, int | float | bool | str]
+Scalars = dict[str, Any]  # JSON values
 
 
 @dataclass(frozen=True)
@@ -106,21 +106,33 @@ class ParallelEngine(ABC):
         """No gradients, `module.eval()`; training mode and sharding restored afterwards."""
 
     @abstractmethod
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside, the module computes with the running average of its weights; every bit is back afterwards.
+
+        Collective, between steps; only if `optimizer.ema` is on.
+        """
+
+    @abstractmethod
     def local_state(self) -> Iterator[FlatRange]:
-        """Trained parameters in fp32 and every optimizer moment, as ranges this rank is to write.
+        """Trained parameters in fp32, every optimizer moment and the running average, as ranges this rank is to write.
 
         Over all ranks the ranges cover every element exactly once (replicas are split between their holders).
         """
 
     @abstractmethod
     def scalars(self) -> Scalars:
-        """Engine state that is no tensor and equal on all ranks: `optimizer_steps`, loss scaling counters."""
+        """Engine state that is no tensor and equal on all ranks.
+
+        `optimizer_steps` and, of parameters whose count differs, `parameter_steps` by name; `ema_updates`; loss
+        scaling counters.
+        """
 
     @abstractmethod
-    def load_state(self, source: TensorSource, scalars: Mapping[str, int | float | bool | str]) -> None:
-        """Replace parameters, moments and scalars by those of `source`, whichever engine and world size wrote it.
+    def load_state(self, source: TensorSource, scalars: Mapping[str, Any]) -> tuple[str, ...]:
+        """Replace parameters, moments, averages and scalars by those of `source`, whichever engine wrote it.
 
-        Reads only the ranges this rank needs. Raises CheckpointError naming the tensor if one is missing or differs
+        Reads only the ranges this rank needs. Returns what a user should know: whether the average of the weights
+        begins anew or ends. Raises CheckpointError naming the tensor if one is missing or differs
         in shape, or if it holds trained parameters that this run does not train.
         """
 

@@ -14,6 +14,7 @@ from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM, FlatRange, TensorSource
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+EMA = "ema"  # the kind of averaged weights
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Shard:
         start: flat index of the first element held.
         values: 1-D view; fp32 master values of trained parameters, the compute precision for frozen ones.
         moments: 1-D views by name, as long as `values`, in fp32 or 8 bits; empty for frozen parameters.
+        average: 1-D view of the running average of the values, fp32; None if there is none.
         replicated: every rank holds the same shard (else it is one of several that make up the parameter).
     """
 
@@ -34,11 +36,16 @@ class Shard:
     start: int
     values: torch.Tensor
     moments: Mapping[str, torch.Tensor | QuantizedMoment] = field(default_factory=dict)
+    average: torch.Tensor | None = None
     replicated: bool = False
 
     def tensors(self) -> dict[str, torch.Tensor | QuantizedMoment]:
         """`values` and moments by kind."""
         return {PARAM: self.values, **self.moments}
+
+    def saved_tensors(self) -> dict[str, torch.Tensor | QuantizedMoment]:
+        """The same and the average: all that a checkpoint has of it."""
+        return self.tensors() | ({} if self.average is None else {EMA: self.average})
 
 
 def written_ranges(shards: Sequence[Shard], *, replica: int, replicas: int) -> Iterator[FlatRange]:
@@ -55,7 +62,7 @@ def written_ranges(shards: Sequence[Shard], *, replica: int, replicas: int) -> I
         low, high = max(first - offset, 0), min(end - offset, length)
         offset += length
         if low < high:
-            for kind, tensor in shard.tensors().items():
+            for kind, tensor in shard.saved_tensors().items():
                 yield FlatRange(shard.name, kind, shard.shape, shard.start + low, tensor[low:high].detach())
 
 
@@ -79,24 +86,29 @@ def read_state(shards: Iterable[Shard], source: TensorSource) -> None:
 def check_state(shapes: Mapping[str, tuple[int, ...]], source: TensorSource) -> None:
     """Raise CheckpointError unless `source` holds exactly the trained parameters `shapes`, with their moments."""
     for kind in (PARAM, *MOMENTS):
-        held = set(source.names(kind))
-        for name, shape in shapes.items():
-            if name not in held:
-                raise CheckpointError(
-                    f"The checkpoint has no {kind} of '{name}', which this run trains. It was written by a run that "
-                    f"froze it or by another model; use the same model and model.freeze as that run."
-                )
-            if tuple(source.shape(name, kind)) != shape:
-                raise CheckpointError(
-                    f"{kind} of '{name}' has shape {tuple(source.shape(name, kind))} in the checkpoint but "
-                    f"{shape} in this run's model; it belongs to another model."
-                )
-        if surplus := sorted(held - set(shapes)):
+        check_kind(kind, shapes, source)
+
+
+def check_kind(kind: str, shapes: Mapping[str, tuple[int, ...]], source: TensorSource) -> None:
+    """The same for one kind."""
+    held = set(source.names(kind))
+    for name, shape in shapes.items():
+        if name not in held:
             raise CheckpointError(
-                f"The checkpoint holds {kind} of '{surplus[0]}' ({len(surplus)} such), which this run does not "
-                f"train: what was learned there would be lost. Use the same model and model.freeze as the run that "
-                f"wrote it."
+                f"The checkpoint has no {kind} of '{name}', which this run trains. It was written by a run that "
+                f"froze it or by another model; use the same model and model.freeze as that run."
             )
+        if tuple(source.shape(name, kind)) != shape:
+            raise CheckpointError(
+                f"{kind} of '{name}' has shape {tuple(source.shape(name, kind))} in the checkpoint but "
+                f"{shape} in this run's model; it belongs to another model."
+            )
+    if surplus := sorted(held - set(shapes)):
+        raise CheckpointError(
+            f"The checkpoint holds {kind} of '{surplus[0]}' ({len(surplus)} such), which this run does not "
+            f"train: what was learned there would be lost. Use the same model and model.freeze as the run that "
+            f"wrote it."
+        )
 
 
 @torch.no_grad()

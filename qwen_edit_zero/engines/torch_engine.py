@@ -15,6 +15,7 @@ from qwen_edit_zero.engines.adamw import flat_moments, make_optimizer, prime_sta
 from qwen_edit_zero.engines.base import ParallelEngine, Scalars, StepResult
 from qwen_edit_zero.engines.blocks import prepare_blocks
 from qwen_edit_zero.engines.collectives import first_names
+from qwen_edit_zero.engines.ema import WeightAverage, unused_average
 from qwen_edit_zero.engines.grad_norm import clip_coefficient, global_norm
 from qwen_edit_zero.engines.initial_values import InitialValues
 from qwen_edit_zero.engines.loss_scale import LossScale
@@ -22,7 +23,6 @@ from qwen_edit_zero.engines.parameters import frozen, move_buffers, to_meta, tra
 from qwen_edit_zero.engines.precision import DTYPES
 from qwen_edit_zero.engines.quantized import QuantizedMoment
 from qwen_edit_zero.engines.ranks import arrange_ranks
-from qwen_edit_zero.engines.scalars import optimizer_steps
 from qwen_edit_zero.engines.shards import (
     Shard,
     check_state,
@@ -31,6 +31,7 @@ from qwen_edit_zero.engines.shards import (
     read_values,
     written_ranges,
 )
+from qwen_edit_zero.engines.step_counts import StepCounts
 from qwen_edit_zero.flat_state import FlatRange, TensorSource
 from qwen_edit_zero.settings.models import OptimizerSettings, Settings
 
@@ -49,7 +50,8 @@ class TorchEngine(ParallelEngine):
         self._settings = settings
         self._dtype = DTYPES[settings.precision.mode]
         self._loss_scale = LossScale(settings.precision)
-        self._steps = 0
+        self._steps = StepCounts()
+        self._average: WeightAverage | None = None
         self._call: torch.nn.Module | None = None
         self._trained: dict[str, torch.nn.Parameter] = {}
         self._stand_ins: dict[str, torch.nn.Parameter] = {}
@@ -104,6 +106,8 @@ class TorchEngine(ParallelEngine):
         self._clip_norm = optimizer.clip_norm
         self._optimizer = make_optimizer(list(self._stand_ins.values()), optimizer, self.device)
         prime_state(self._optimizer, self._stand_ins.values())
+        if optimizer.ema is not None:
+            self._average = WeightAverage(optimizer, self._masters())
         module.train()
 
     # Training ------------------------------------------------------------------------------------------------------
@@ -143,7 +147,9 @@ class TorchEngine(ParallelEngine):
             set_lr(self._optimizer, lr)
             if gradients:
                 self._optimizer.step()
-            self._steps += 1
+            self._steps.common += 1
+            if self._average is not None:
+                self._average.update(self._masters())
         else:
             mine = [n for n, s in self._stand_ins.items() if s.grad is not None and not s.grad.isfinite().all()]
             non_finite = first_names(mine, self._trained)
@@ -172,10 +178,25 @@ class TorchEngine(ParallelEngine):
     def _after_eval(self) -> None:
         """Undo what a forward pass without a backward pass leaves behind."""
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        assert self._average is not None, "optimizer.ema is off"
+        self._after_eval()  # nothing may stay gathered from before
+        with self._average.swapped(self._masters()):
+            yield
+
     # State ---------------------------------------------------------------------------------------------------------
 
+    def _masters(self) -> dict[str, torch.Tensor]:
+        """This rank's elements of the trained parameters, 1-D."""
+        return {name: self._local(self._trained[name].detach()).view(-1) for name in self._stand_ins}
+
     def _shard(
-        self, name: str, parameter: torch.nn.Parameter, moments: Mapping[str, torch.Tensor | QuantizedMoment]
+        self,
+        name: str,
+        parameter: torch.nn.Parameter,
+        moments: Mapping[str, torch.Tensor | QuantizedMoment],
+        average: torch.Tensor | None = None,
     ) -> Shard:
         return Shard(
             name=name,
@@ -183,6 +204,7 @@ class TorchEngine(ParallelEngine):
             start=self._start(parameter),
             values=self._local(parameter.detach()).view(-1),
             moments=moments,
+            average=average,
             replicated=self._is_replicated(parameter),
         )
 
@@ -192,7 +214,8 @@ class TorchEngine(ParallelEngine):
         for name, parameter in trained(self.module).items():
             stand_in = self._stand_ins.get(name)
             moments = {} if stand_in is None else flat_moments(self._optimizer, stand_in)
-            shards.append(self._shard(name, parameter, moments))
+            average = None if stand_in is None or self._average is None else self._average[name]
+            shards.append(self._shard(name, parameter, moments, average))
         return shards
 
     def _frozen_shards(self) -> list[Shard]:
@@ -207,15 +230,20 @@ class TorchEngine(ParallelEngine):
         yield from written_ranges(everywhere, replica=self.ranks.rank, replicas=self.ranks.world_size)
 
     def scalars(self) -> Scalars:
-        return {"optimizer_steps": self._steps, **self._loss_scale.scalars()}
+        average = {} if self._average is None else self._average.scalars()
+        return {**self._steps.scalars(), **average, **self._loss_scale.scalars()}
 
-    def load_state(self, source: TensorSource, scalars: Mapping[str, int | float | bool | str]) -> None:
-        check_state({name: tuple(p.shape) for name, p in trained(self.module).items()}, source)
-        steps = optimizer_steps(scalars)
-        read_state(self._shards(), source)
-        set_step(self._optimizer, steps)
+    def load_state(self, source: TensorSource, scalars: Mapping[str, Any]) -> tuple[str, ...]:
+        shapes = {name: tuple(p.shape) for name, p in trained(self.module).items()}
+        check_state(shapes, source)
+        steps = StepCounts.of_scalars(scalars, shapes)
+        shards = self._shards()
+        read_state(shards, source)
+        for name, stand_in in self._stand_ins.items():
+            set_step(self._optimizer, stand_in, steps.of(name))
         self._steps = steps
         self._loss_scale.load(scalars)
+        return unused_average(source) if self._average is None else self._average.load(shapes, shards, source, scalars)
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.module.named_parameters():

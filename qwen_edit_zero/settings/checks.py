@@ -53,6 +53,7 @@ def cross_field_problems(settings: Settings, sources: Mapping[str, str]) -> list
     _checkpoint(report)
     _precision(report)
     _engine(report)
+    _average(report)
     _sampling(report)
     return report.lines
 
@@ -108,6 +109,9 @@ def _checkpoint(report: _Report) -> None:
     if checkpoint.keep_best is None:
         why = f"{report.at('checkpoint.keep_best')} goes by no metric"
         report.no_effect(("checkpoint.best_metric",), why)
+    model = report.settings.model
+    if not model.freeze and model.lora is None:
+        report.no_effect(("checkpoint.frozen",), "no parameter is frozen, and all that train are in every checkpoint")
     if not checkpoint.asynchronous:
         why = f"training waits for each checkpoint, as {report.at('checkpoint.asynchronous')} says"
         report.no_effect(("checkpoint.when_busy",), why)
@@ -178,6 +182,18 @@ def _offloading(report: _Report) -> None:
                 f"{kind} does not go with {report.at('engine.cpu_offload')}: 8-bit moments are for GPU memory, and "
                 "there is no fast kernel for them on CPUs; use one of the two"
             )
+
+
+def _average(report: _Report) -> None:
+    if report.settings.optimizer.ema is not None:
+        return
+    ema = report.at("optimizer.ema")
+    report.no_effect(("optimizer.ema_warmup",), f"{ema} keeps no average")
+    if report.settings.sampling.weights == "ema":
+        report.add(
+            f"{report.at('sampling.weights')} asks for pictures of averaged weights, but {ema} keeps none; set "
+            "optimizer.ema (to 0.9999, say), or leave out sampling.weights"
+        )
 
 
 def _sampling(report: _Report) -> None:

@@ -87,6 +87,9 @@ class OptimizerSettings(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8  # added to the root of the second moment
     weight_decay: Annotated[float, Field(ge=0)] = 0.01  # decoupled, times the learning rate
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0  # global L2 norm of the gradient; None: no clipping
+    # decay of a running average of the weights, kept beside them and taken further by every step (0.9999); None: none
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    ema_warmup: bool = False  # let the decay begin at 0.1 and rise to `ema`: (1 + n) / (10 + n) after n steps at most
     max_skipped: NonNegative = 10  # consecutive steps skipped for non-finite gradients before the run stops
 
 
@@ -156,6 +159,8 @@ class CheckpointSettings(Section):
     asynchronous: bool = True  # write while training goes on, from a copy in host memory
     when_busy: Literal["wait", "skip"] = "wait"  # if one is due while another is still being written
     on_failure: Literal["stop", "warn"] = "stop"  # if one cannot be written; warn: train on, but the last one must be
+    # reference: frozen parameters stay in the model folder, and are named; full: they are in every checkpoint, too
+    frozen: Literal["reference", "full"] = "reference"
     backup: str | None = None  # a folder or fsspec URL that gets verified copies, in a folder run.name
 
 
@@ -166,6 +171,7 @@ class SamplingSettings(Section):
     count: NonNegative = 12  # held-out samples pictured; 0: none
     steps: Positive = 20  # denoising steps of a picture
     guidance: Annotated[float, Field(ge=1)] = 4.0  # classifier-free guidance scale; 1: none
+    weights: Literal["model", "ema"] = "model"  # with which pictures are drawn; ema: their running average
     negative_prompt: str = " "  # what guidance leads away from
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -39,7 +40,8 @@ class SamplePictures:
             return None
         rank, world = self._engine.dp_rank, self._engine.dp_size
         latents: dict[int, torch.Tensor] = {}
-        with self._engine.eval_mode():
+        averaged = self._engine.averaged() if self._settings.sampling.weights == "ema" else nullcontext()
+        with averaged, self._engine.eval_mode():
             for first in range(0, len(samples), world):
                 index = min(first + rank, len(samples) - 1)
                 latent = self._denoise(index)

@@ -106,14 +106,18 @@ def train_plainly(
     *,
     autocast: torch.dtype | None = None,
     steps: range = ALL_STEPS,
+    average: dict[str, torch.Tensor] | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Train `model` in place through the schedule, one sample at a time. Returns losses and gradient norms."""
+    """Train `model` in place through the schedule, one sample at a time. Returns losses and gradient norms.
+
+    `average`, with copies of the trained weights, becomes their running average.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(
         trained, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
     )
     device = trained[0].device
-    losses, norms = [], []
+    losses, norms, applied = [], [], 0
     for step in steps:
         count = COUNTS[step]
         batch = samples(step, count, device)
@@ -130,6 +134,13 @@ def train_plainly(
         adamw.param_groups[0]["lr"] = lr_at(step)
         if step != POISONED_STEP:
             adamw.step()
+            if average is not None and optimizer.ema is not None:
+                warm = (1 + applied) / (10 + applied) if optimizer.ema_warmup else 1.0
+                decay = min(optimizer.ema, warm)
+                for name, weight in weights_of(model).items():
+                    if name in average:
+                        average[name] = decay * average[name] + (1 - decay) * weight
+            applied += 1
         adamw.zero_grad()
         losses.append(total)
         norms.append(norm.item())

@@ -11,11 +11,13 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
+from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.errors import CheckpointError
 from tests.engines import harness, problem
 from tests.engines.harness import MemorySource
-from tests.engines.problem import ALL_STEPS, OPTIMIZER, POISONED_STEP
+from tests.engines.problem import ALL_STEPS, POISONED_STEP
 from tests.ranks import run_ranks
 
 WORLDS = (1, 2, 3, 4)
@@ -25,13 +27,19 @@ SPLITS = {  # every micro-batch that divides the 12 samples of a step evenly
     world: [micro for micro in range(1, 12 // world + 1) if 12 // world % micro == 0] for world in WORLDS
 }
 TOLERANCE = 1e-5
+OPTIMIZER = problem.OPTIMIZER.model_copy(update={"ema": 0.3, "ema_warmup": True})  # warm-up ends on the way
 STEPS = ALL_STEPS[:8]  # of the contract: a short batch, a skipped step, five more after the state has been saved
+
+
+def evaluate(engine: ParallelEngine) -> float:
+    with engine.eval_mode():
+        return float(problem.loss_sum(engine.forward, problem.samples(99, 2)).item())
 
 
 def contract(rank: int, world: int, kind: str, frozen: bool) -> bytes:
     start = problem.weights_of(problem.make_model(frozen=frozen))
     source = MemorySource.of_weights(start)
-    engine = harness.build(kind, source, frozen=frozen)
+    engine = harness.build(kind, source, frozen=frozen, optimizer=OPTIMIZER)
     report: dict[str, Any] = {"share read": source.elements_read / sum(t.numel() for t in start.values())}
     report["names"] = [name for name, _ in engine.module.named_parameters()]
     loaded = dict(engine.full_weights())
@@ -41,26 +49,30 @@ def contract(rank: int, world: int, kind: str, frozen: bool) -> bytes:
     losses, results = problem.train_with(engine, micro=MICRO[world], steps=STEPS[:3], poisoned_rank=world - 1)
     state, scalars = harness.whole_state(engine), engine.scalars()
     with engine.eval_mode():
-        report["evaluation"] = problem.loss_sum(engine.forward, problem.samples(99, 2)).item()
         report["evaluates in eval mode"] = not engine.module.training
+    report["evaluation"] = evaluate(engine)
+    with engine.averaged():
+        report["evaluation of the average"] = evaluate(engine)
+    report["every bit is back"] = harness.whole_state(engine) == state and evaluate(engine) == report["evaluation"]
     report["trains in training mode"] = engine.module.training
     more_losses, more_results = problem.train_with(engine, micro=MICRO[world], steps=STEPS[3:])
     report["losses"], report["results"] = losses + more_losses, results + more_results
     report["same norms"] = harness.same_on_all_ranks([r.grad_norm for r in report["results"] if r.applied])
     report["same names"] = harness.same_on_all_ranks([r.non_finite for r in report["results"]])
     report["weights"], report["scalars"] = dict(engine.full_weights()), scalars
+    report["average"] = harness.whole_state(engine).tensors["ema"]
     engine.close()
 
     # A fresh engine with that state goes the same way to the bit, though it started from other weights.
     other_start = MemorySource.of_weights({name: tensor + 1 for name, tensor in start.items()})
     if frozen:
-        unfrozen = harness.build(kind, other_start, frozen=False)
+        unfrozen = harness.build(kind, other_start, frozen=False, optimizer=OPTIMIZER)
         with pytest.raises(CheckpointError, match=r"transformer\.img_in\.weight"):
             unfrozen.load_state(state, scalars)
         unfrozen.close()
         return harness.packed(report)
-    other = harness.build(kind, other_start)
-    other.load_state(state, scalars)
+    other = harness.build(kind, other_start, optimizer=OPTIMIZER)
+    report["told"] = other.load_state(state, scalars)
     report["holds what it loaded"] = harness.whole_state(other) == state and other.scalars() == scalars
     again_losses, again_results = problem.train_with(other, micro=MICRO[world], steps=STEPS[3:])
     again = dict(other.full_weights())
@@ -79,8 +91,19 @@ def plain() -> dict[bool, dict[str, Any]]:
 
 def train_plainly(steps: range, *, frozen: bool = False) -> dict[str, Any]:
     model = problem.make_model(frozen=frozen)
-    losses, norms = problem.train_plainly(model, OPTIMIZER, steps=steps)
-    return {"losses": losses, "norms": norms, "weights": problem.weights_of(model)}
+    average = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    losses, norms = problem.train_plainly(model, OPTIMIZER, steps=steps, average=average)
+    return {"losses": losses, "norms": norms, "weights": problem.weights_of(model), "average": average}
+
+
+def evaluate_average_plainly(frozen: bool) -> float:
+    """The loss of the plain loop's average after three steps."""
+    model = problem.make_model(frozen=frozen)
+    average = train_plainly(STEPS[:3], frozen=frozen)["average"]
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(average.get(name, parameter))
+        return float(problem.loss_sum(model.eval(), problem.samples(99, 2)).item())
 
 
 def largest_deviations(reports: list[dict[str, Any]], expected: dict[str, Any]) -> dict[str, float]:
@@ -92,11 +115,20 @@ def largest_deviations(reports: list[dict[str, Any]], expected: dict[str, Any]) 
         "loss": max(map(problem.relative, losses, expected["losses"])),
         "norm": max(problem.relative(norms[step], expected["norms"][step]) for step in applied),
         "weights": problem.largest_deviation(reports[0]["weights"], expected["weights"]),
+        "average": problem.largest_deviation(reports[0]["average"], expected["average"]),
     }
 
 
+@pytest.fixture(scope="module")
+def plain_average() -> dict[bool, float]:
+    """The evaluation of the average after three steps."""
+    return {frozen: evaluate_average_plainly(frozen) for frozen in (False, True)}
+
+
 @pytest.mark.parametrize(("kind", "world"), CASES)
-def test_engine_equals_plain_loop(kind: str, world: int, plain: dict[bool, dict[str, Any]]) -> None:
+def test_engine_equals_plain_loop(
+    kind: str, world: int, plain: dict[bool, dict[str, Any]], plain_average: dict[bool, float]
+) -> None:
     frozen = world == 2
     reports = [harness.unpacked(r) for r in run_ranks(contract, world, kind, frozen)]
     first, expected = reports[0], plain[frozen]
@@ -117,7 +149,9 @@ def test_engine_equals_plain_loop(kind: str, world: int, plain: dict[bool, dict[
         assert report["same norms"]
         assert report["same names"]
         assert [r.applied for r in report["results"]] == [step != POISONED_STEP for step in STEPS]
-        assert report["scalars"] == {"optimizer_steps": 2}
+        assert report["scalars"] == {"optimizer_steps": 2, "ema_updates": 2}
+        assert report["every bit is back"]
+        assert frozen or report["told"] == ()
         assert report["evaluates in eval mode"]
         assert report["trains in training mode"]
         assert frozen or report["holds what it loaded"]
@@ -125,15 +159,19 @@ def test_engine_equals_plain_loop(kind: str, world: int, plain: dict[bool, dict[
         if kind in ("fsdp2", "zero3"):  # rows do not divide evenly over ranks, which costs a few percent
             assert report["share read"] < 1 / world * (1.0 if world == 1 else 1.15) + 1e-9
     assert len({r["evaluation"] for r in reports}) == 1
+    assert problem.relative(first["evaluation of the average"], plain_average[frozen]) < TOLERANCE
+    assert problem.relative(first["evaluation"], plain_average[frozen]) > 100 * TOLERANCE
 
 
 def every_split(rank: int, world: int, kind: str) -> bytes:
     """The whole training under each split, and once more under the first."""
     reports = []
     for micro in [*SPLITS[world], SPLITS[world][0]]:
-        engine = harness.build(kind, MemorySource.of_weights(problem.weights_of(problem.make_model())))
+        source = MemorySource.of_weights(problem.weights_of(problem.make_model()))
+        engine = harness.build(kind, source, optimizer=OPTIMIZER)
         losses, results = problem.train_with(engine, micro=micro, poisoned_rank=world - 1)
-        reports.append({"losses": losses, "results": results, "weights": dict(engine.full_weights())})
+        report = {"losses": losses, "results": results, "weights": dict(engine.full_weights())}
+        reports.append(report | {"average": harness.whole_state(engine).tensors["ema"]})
         engine.close()
     return harness.packed(reports)
 

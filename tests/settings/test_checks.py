@@ -38,6 +38,10 @@ from tests.settings.loading import load, message
         (["engine.deepspeed={train_batch_size: 8}"], "is no DeepSpeed; remove one of them"),
         (["data.manifest=a.jsonl", "sampling.every=5"], "sampling.every 5 (override) asks for pictures"),
         (["data.manifest=a.jsonl", "sampling.count=3"], "sampling.count 3 (override) asks for pictures"),
+        (["sampling.weights=ema"], 'sampling.weights "ema" (override) asks for pictures of averaged weights, but'),
+        (["optimizer.ema_warmup=true"], "optimizer.ema_warmup true (override) has no effect"),
+        (["optimizer.ema=1"], "optimizer.ema"),
+        (["checkpoint.frozen=full"], 'checkpoint.frozen "full" (override) has no effect: no parameter is frozen'),
         (["flow.shift=-1"], "flow.shift"),
     ],
 )

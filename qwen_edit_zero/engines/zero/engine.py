@@ -10,17 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qwen_edit_zero.engines.adamw import make_adamw, prime_state, set_step
+from qwen_edit_zero.engines.adamw import make_adamw, prime_state
 from qwen_edit_zero.engines.base import ParallelEngine, Scalars, StepResult
 from qwen_edit_zero.engines.blocks import prepare_blocks
 from qwen_edit_zero.engines.collectives import first_names
+from qwen_edit_zero.engines.ema import WeightAverage, unused_average
 from qwen_edit_zero.engines.host_memory import release_freed_memory
 from qwen_edit_zero.engines.initial_values import InitialValues
 from qwen_edit_zero.engines.loss_scale import LossScale
 from qwen_edit_zero.engines.parameters import frozen, move_buffers, replace_parameters, to_meta, trained
 from qwen_edit_zero.engines.precision import DTYPES
 from qwen_edit_zero.engines.ranks import arrange_ranks
-from qwen_edit_zero.engines.scalars import optimizer_steps
 from qwen_edit_zero.engines.shards import (
     MOMENTS,
     Shard,
@@ -30,6 +30,7 @@ from qwen_edit_zero.engines.shards import (
     read_values,
     written_ranges,
 )
+from qwen_edit_zero.engines.step_counts import StepCounts
 from qwen_edit_zero.engines.zero import library
 from qwen_edit_zero.engines.zero.config import check_frozen, complete_config, offloads_optimizer, zero_stage
 from qwen_edit_zero.engines.zero.masters import (
@@ -40,6 +41,7 @@ from qwen_edit_zero.engines.zero.masters import (
     publish_masters,
 )
 from qwen_edit_zero.engines.zero.partition import let_linears_forget_weights, partition_parameters
+from qwen_edit_zero.engines.zero.parts import step_in_parts
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.flat_state import FlatRange, TensorSource
 from qwen_edit_zero.settings.models import OptimizerSettings, Settings
@@ -71,7 +73,8 @@ class ZeroEngine(ParallelEngine):
         self._settings = settings
         self._dtype = DTYPES[settings.precision.mode]
         self._loss_scale = LossScale(settings.precision)
-        self._steps = 0
+        self._steps = StepCounts()
+        self._average: WeightAverage | None = None
         self._engine: Any = None
         self._places: dict[int, Place] = {}
         self._non_finite: list[str] = []
@@ -108,6 +111,8 @@ class ZeroEngine(ParallelEngine):
             flat.detach().zero_()  # padding between parameters
         read_values(self._shards(), values)
         publish_masters(self._engine.optimizer, self.stage)
+        if optimizer.ema is not None:
+            self._average = WeightAverage(optimizer, self._masters())
         self._announce_loss_scale()
         module.train()
 
@@ -149,7 +154,9 @@ class ZeroEngine(ParallelEngine):
         norm = float(self._engine.get_global_grad_norm())
         non_finite = () if applied else first_names(self._non_finite, trained(self.module))
         self._forget_gradients()
-        self._steps += applied
+        self._steps.common += applied
+        if applied and self._average is not None:
+            self._average.update(self._masters())
         self._loss_scale.update(finite=applied)
         self._announce_loss_scale()
         return StepResult(norm if applied else math.inf, applied, loss_scale=scale, non_finite=non_finite)
@@ -184,15 +191,36 @@ class ZeroEngine(ParallelEngine):
         finally:
             self.module.train()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        assert self._average is not None, "optimizer.ema is off"
+        try:
+            with self._average.swapped(self._masters()):
+                publish_masters(self._engine.optimizer, self.stage)
+                yield
+        finally:
+            publish_masters(self._engine.optimizer, self.stage)
+
     # State ---------------------------------------------------------------------------------------------------------
+
+    def _held(self) -> Iterator[tuple[str, torch.nn.Parameter, Place]]:
+        """The trained parameters of which this rank holds elements, in the model's order."""
+        for name, parameter in trained(self.module).items():
+            if (place := self._places.get(id(parameter))) is not None:
+                yield name, parameter, place
+
+    def _masters(self) -> dict[str, torch.Tensor]:
+        """This rank's elements of the trained parameters, 1-D."""
+        return {name: place.of(place.flat) for name, _, place in self._held()}
 
     def _shards(self) -> list[Shard]:
         shards = []
-        for name, parameter in trained(self.module).items():
-            if (place := self._places.get(id(parameter))) is not None:
-                state = self._adamw.state[place.flat]
-                moments = {kind: place.of(state[kind]) for kind in MOMENTS}
-                shards.append(Shard(name, _shape(parameter), place.start, place.of(place.flat), moments))
+        for name, parameter, place in self._held():
+            state = self._adamw.state[place.flat]
+            moments = {kind: place.of(state[kind]) for kind in MOMENTS}
+            average = None if self._average is None else self._average[name]
+            values = place.of(place.flat)
+            shards.append(Shard(name, _shape(parameter), place.start, values, moments, average))
         return shards
 
     def _frozen_shards(self) -> list[Shard]:
@@ -212,17 +240,21 @@ class ZeroEngine(ParallelEngine):
         return written_ranges(self._shards(), replica=0, replicas=1)
 
     def scalars(self) -> Scalars:
-        return {"optimizer_steps": self._steps, **self._loss_scale.scalars()}
+        average = {} if self._average is None else self._average.scalars()
+        return {**self._steps.scalars(), **average, **self._loss_scale.scalars()}
 
-    def load_state(self, source: TensorSource, scalars: Mapping[str, int | float | bool | str]) -> None:
-        check_state({name: _shape(parameter) for name, parameter in trained(self.module).items()}, source)
-        steps = optimizer_steps(scalars)
-        read_state(self._shards(), source)
-        set_step(self._adamw, steps)
+    def load_state(self, source: TensorSource, scalars: Mapping[str, Any]) -> tuple[str, ...]:
+        shapes = {name: _shape(parameter) for name, parameter in trained(self.module).items()}
+        check_state(shapes, source)
+        steps = StepCounts.of_scalars(scalars, shapes)
+        shards = self._shards()
+        read_state(shards, source)
+        step_in_parts(self._adamw, steps, {name: place for name, _, place in self._held()})
         self._steps = steps
         self._loss_scale.load(scalars)
         self._announce_loss_scale()
         publish_masters(self._engine.optimizer, self.stage)
+        return unused_average(source) if self._average is None else self._average.load(shapes, shards, source, scalars)
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         held = {shard.name: shard for shard in [*self._shards(), *self._frozen_shards()]}
