@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qwen_edit_zero.edit_data.manifests.rows import Row, RowError, parse_row
+from qwen_edit_zero.edit_data.manifests.names import NameRules, RowError
+from qwen_edit_zero.edit_data.manifests.rows import Row, parse_row
 from qwen_edit_zero.edit_data.wording import nearest, shown, why_missing
 from qwen_edit_zero.errors import DataError
 
@@ -103,7 +104,7 @@ def read_manifest(path: Path, *, max_references: int = 3, on_error: OnError = "s
     for line, raw in _lines(path):
         row: Row | None = None
         try:
-            row = parse_row(raw, max_references=max_references)
+            row = parse_row(raw, NameRules(), max_references=max_references)
             for name in (*row.sources, row.target):
                 _check_there(root, name)
             sample_id = row.id or _content_id(row)

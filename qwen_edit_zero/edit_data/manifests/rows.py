@@ -1,58 +1,47 @@
-"""One row of a manifest: strict parsing of its JSON, its keys and values, and the rules for file names in it."""
+"""One row of a manifest: its keys and values, strictly checked, whatever format they came from."""
 
 from __future__ import annotations
 
 import json
 import math
-import posixpath
-import re
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import orjson
+
+from qwen_edit_zero.edit_data.manifests.names import NameRules, RowError, are_plain
 from qwen_edit_zero.edit_data.wording import nearest, shown
 
-KEYS = ("id", "source", "instruction", "target", "category", "weight")
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
-
-
-class RowError(ValueError):
-    """What is wrong with a row, without its place."""
+KEYS = ("id", "source", "instruction", "target", "category", "weight", "split", "mask", "paraphrases")
+_REQUIRED = ("source", "instruction", "target")
+_LARGEST_WEIGHT, _SMALLEST_WEIGHT = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 class Row(NamedTuple):
-    """The values of a row, checked; names are normalised and lie under the manifest's folder."""
+    """The values of a row, checked; names are normalised and lie where the rules allow.
+
+    The order of the fields is that of the records of an index (`index.py`): a change needs a new index version.
+    """
 
     id: str | None
     sources: tuple[str, ...]
     instruction: str
     target: str
-    category: str | None
-    weight: float
+    category: str | None = None
+    weight: float = 1.0
+    split: str | None = None
+    mask: str | None = None
+    paraphrases: tuple[str, ...] = ()
 
 
-def parse_row(raw: bytes, *, max_references: int) -> Row:
-    """Check the bytes of one line, without its line end. Raises RowError saying what is wrong."""
-    row = _parse_object(raw)
-    for key in row:
-        if key not in KEYS:
-            near = nearest(key, KEYS)
-            hint = f"did you mean {shown(near)}?" if near else f"the keys are {', '.join(KEYS)}"
-            raise RowError(f"unknown key {shown(key)}; {hint}")
-    for key in ("source", "instruction", "target"):
-        if row.get(key) is None:
-            raise RowError(f"{shown(key)} is missing")
-    return Row(
-        _id(row.get("id")),
-        _sources(row["source"], max_references),
-        _text(row["instruction"], "instruction"),
-        _name(row["target"], "target"),
-        None if row.get("category") is None else _text(row["category"], "category"),
-        _weight(row.get("weight")),
-    )
+def parse_row(raw: bytes, rules: NameRules, *, max_references: int) -> Row:
+    """Check the bytes of one JSON line, without its line end. Raises RowError saying what is wrong."""
+    return _quick_row(raw, max_references) or check_row(parse_object(raw), rules, max_references=max_references)
 
 
-def _parse_object(raw: bytes) -> dict[str, Any]:
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a line; what RFC 8259 leaves open (keys twice, NaN) is refused. Raises RowError."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -65,9 +54,120 @@ def _parse_object(raw: bytes) -> dict[str, Any]:
         raise RowError("its JSON is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise RowError(_json_problem(text, error)) from None
+    except RowError:
+        raise
+    except ValueError:  # Python converts no integer of over 4300 digits
+        raise RowError("it holds a number with thousands of digits") from None
     if not isinstance(value, dict):
-        raise RowError(f"it is {_kind(value)}, not a JSON object")
+        raise RowError(f"it is {kind_of_value(value)}, not a JSON object")
     return value
+
+
+def check_row(values: Mapping[str, Any], rules: NameRules, *, max_references: int) -> Row:
+    """Check the values of a row under our keys; None counts as absent. Raises RowError saying what is wrong."""
+    for key in values:
+        if key not in KEYS:
+            near = nearest(key, KEYS)
+            hint = f"did you mean {shown(near)}?" if near else f"the keys are {', '.join(KEYS)}"
+            raise RowError(f"unknown key {shown(key)}; {hint}")
+    get = values.get
+    for key in _REQUIRED:
+        if get(key) is None:
+            raise RowError(f"{shown(key)} is missing")
+    return Row(
+        _id(get("id")),
+        _sources(get("source"), rules, max_references),
+        _text(get("instruction"), "instruction"),
+        rules.check(_text(get("target"), "target"), "target"),
+        None if get("category") is None else _text(get("category"), "category"),
+        _weight(get("weight")),
+        None if get("split") is None else _text(get("split"), "split"),
+        None if get("mask") is None else rules.check(_text(get("mask"), "mask"), "mask"),
+        _paraphrases(get("paraphrases")),
+    )
+
+
+def kind_of_value(value: Any) -> str:
+    """What a JSON value is, in words."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _quick_row(raw: bytes, max_references: int) -> Row | None:
+    """As `parse_row` for a row in which nothing is odd; None where anything may be, for the exact way to decide.
+
+    A key that stands twice is found by counting quotes: what the parsed object holds must account for all of them.
+    """
+    if b"\\\\" in raw:
+        return None
+    try:
+        values = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return None
+    if type(values) is not dict:
+        return None
+    get = values.get
+    strings = len(values)  # its keys
+
+    source, instruction, target = get("source"), get("instruction"), get("target")
+    if type(source) is str:
+        source = (source,)
+    elif type(source) is not list:
+        return None
+    if type(instruction) is not str or type(target) is not str or not 0 < len(source) <= max_references:
+        return None
+    strings += len(source) + 2
+    known = 3
+
+    id_ = get("id")
+    if id_ is not None:
+        known += 1
+        if type(id_) is int:
+            id_ = str(id_)
+        elif type(id_) is not str or not id_.strip():
+            return None
+        else:
+            strings += 1
+    category = get("category")
+    if category is not None:
+        known += 1
+        strings += 1
+        if type(category) is not str or not category.strip():
+            return None
+    weight = get("weight")
+    if weight is None:
+        weight = 1.0
+    else:
+        known += 1
+        if type(weight) is not float and type(weight) is not int:
+            return None
+        weight = float(weight)
+        if not _SMALLEST_WEIGHT <= weight <= _LARGEST_WEIGHT:
+            return None
+    split = get("split")
+    if split is not None:
+        known += 1
+        strings += 1
+        if type(split) is not str or not split.strip():
+            return None
+    mask = get("mask")
+    if mask is not None:
+        known += 1
+        strings += 1
+        if type(mask) is not str:
+            return None
+
+    if known != len(values):  # paraphrases, nulls, unknown keys
+        return None
+    if raw.count(b'"') != 2 * strings + raw.count(b'\\"') or not instruction.strip():
+        return None
+    try:
+        names = f"/{target}/{'/'.join(source)}" if mask is None else f"/{target}/{mask}/{'/'.join(source)}"
+    except TypeError:
+        return None
+    if not are_plain(names):
+        return None
+    return tuple.__new__(Row, (id_, tuple(source), instruction, target, category, weight, split, mask, ()))
 
 
 def _json_problem(text: str, error: json.JSONDecodeError) -> str:
@@ -101,21 +201,29 @@ def _id(value: Any) -> str | None:
     return _text(value, "id")
 
 
-def _sources(value: Any, most: int) -> tuple[str, ...]:
+def _sources(value: Any, rules: NameRules, most: int) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [value]
-    if not isinstance(value, list):
-        raise RowError(f'"source" is {_kind(value)}, not a file name or a list of them')
+    if not isinstance(value, Sequence):
+        raise RowError(f'"source" is {kind_of_value(value)}, not a file name or a list of them')
     if not value:
         raise RowError('"source" is an empty list; an edit needs at least one reference picture')
     if len(value) > most:
         raise RowError(f'"source" has {len(value)} pictures; at most {most} are taken (data.max_references)')
-    return tuple(_name(item, "source") for item in value)
+    return tuple(rules.check(_text(item, "source"), "source") for item in value)
+
+
+def _paraphrases(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise RowError(f'"paraphrases" is {kind_of_value(value)}, not a list of texts')
+    return tuple(_text(item, "paraphrases") for item in value)
 
 
 def _text(value: Any, key: str) -> str:
     if not isinstance(value, str):
-        raise RowError(f"{shown(key)} is {_kind(value)}, not text")
+        raise RowError(f"{shown(key)} is {kind_of_value(value)}, not text")
     if not value.strip():
         raise RowError(f"{shown(key)} is empty")
     try:
@@ -125,43 +233,17 @@ def _text(value: Any, key: str) -> str:
     return value
 
 
-def _name(value: Any, key: str) -> str:
-    """A file name under the manifest's folder, `.` and `..` resolved; taken literally, without URL decoding."""
-    name = _text(value, key)
-    problem = None
-    if "\0" in name:
-        problem = "it holds a NUL character"
-    elif _URL.match(name):
-        problem = "it is a URL, and nothing is fetched; download the file and give its relative path"
-    elif _DRIVE.match(name):
-        problem = "it is a Windows path with a drive; paths are relative to the manifest's folder"
-    elif name.startswith("/"):
-        problem = "it is an absolute path; paths are relative to the manifest's folder"
-    elif name == "~" or name.startswith("~/"):
-        problem = "it is in a home folder; paths are relative to the manifest's folder"
-    else:
-        name = posixpath.normpath(name)
-        if name == ".." or name.startswith("../"):
-            problem = "it leads out of the manifest's folder; put the manifest above all of its pictures"
-    if problem:
-        raise RowError(f"{shown(key)} {shown(value)}: {problem}")
-    return name
-
-
 def _weight(value: Any) -> float:
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RowError(f'"weight" is {_kind(value)}, not a number')
+        raise RowError(f'"weight" is {kind_of_value(value)}, not a number')
     try:
         weight = float(value)
     except OverflowError:
         weight = math.inf
     if not math.isfinite(weight) or weight <= 0:
         raise RowError(f'"weight" is {value}; it must be a finite number over 0 (leave out rows that must not count)')
+    if not _SMALLEST_WEIGHT <= weight <= _LARGEST_WEIGHT:
+        raise RowError(f'"weight" is {value}; it must be between {_SMALLEST_WEIGHT:.0e} and {_LARGEST_WEIGHT:.0e}')
     return weight
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
