@@ -6,6 +6,7 @@ A setting without effect is a mistake only if it differs from its default, so th
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,6 +56,8 @@ def cross_field_problems(settings: Settings, sources: Mapping[str, str]) -> list
     _engine(report)
     _average(report)
     _sampling(report)
+    _instructions(report)
+    _augmentation(report)
     return report.lines
 
 
@@ -194,6 +197,33 @@ def _average(report: _Report) -> None:
             f"{report.at('sampling.weights')} asks for pictures of averaged weights, but {ema} keeps none; set "
             "optimizer.ema (to 0.9999, say), or leave out sampling.weights"
         )
+
+
+def _augmentation(report: _Report) -> None:
+    data = report.settings.data
+    augments = data.augment != type(data.augment)()
+    if augments and data.variants == 1:
+        report.add(
+            f"{report.at('data.augment')} has no effect: {report.at('data.variants')} leaves the plain version of each "
+            "picture only; set it to how many versions of each sample are cached, e.g. 4"
+        )
+    elif data.variants > 1 and not augments:
+        report.add(
+            f"{report.at('data.variants')} has no effect: data.augment changes nothing, so all versions would be the "
+            "same; set data.augment.flip, crop or colour"
+        )
+
+
+def _instructions(report: _Report) -> None:
+    data = report.settings.data
+    if data.safety == "off":
+        why = f"{report.at('data.safety')} filters nothing; set it to flag or block"
+        report.no_effect(("data.safety_rules", "data.safety_classifier"), why)
+    if not data.paraphrases:
+        why = f"{report.at('data.paraphrases')} uses each row's instruction only; set it to true"
+        report.no_effect(("data.paraphrase_templates",), why)
+    if data.safety_classifier is not None and not re.fullmatch(r"[\w.]+:[\w.]+", data.safety_classifier):
+        report.add(f"{report.at('data.safety_classifier')} is not of the form module:function")
 
 
 def _sampling(report: _Report) -> None:

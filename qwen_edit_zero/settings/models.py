@@ -57,6 +57,14 @@ class ModelSettings(Section):
     lora: LoraSettings | None = None  # None: full fine-tuning
 
 
+class AugmentSettings(Section):
+    """Chance in the cached variants of a sample's pictures but the first, one draw for all of them (docs/data.md)."""
+
+    flip: bool = False  # mirror half of the variants left to right, unless the instruction names a side or writing
+    crop: Annotated[float, Field(gt=0, le=1)] = 1.0  # least share of each side that a random crop keeps; 1: no crop
+    colour: Annotated[float, Field(ge=0, le=0.5)] = 0.0  # brightness and contrast change by up to this share
+
+
 class DataSettings(Section):
     """The triplets. Areas are in pixels: each picture is resized to that area, keeping its aspect."""
 
@@ -68,6 +76,19 @@ class DataSettings(Section):
     max_references: Annotated[int, Field(ge=1)] = 3  # a sample with more of them is refused
     max_samples: Positive | None = None  # use the first so many rows only, for trials; None: all
     on_error: Literal["stop", "skip"] = "stop"  # what a bad sample does
+    # of references nearly of the target's size; none: each is stretched to its grid; crop: cut, centred, to one size
+    align: Literal["none", "crop"] = "none"
+    variants: Positive = 1  # cached versions of a sample's pictures; the first is plain, the others by `augment`
+    augment: AugmentSettings = AugmentSettings()  # how variants differ
+    mask_weight: Annotated[float, Field(gt=0, le=1000)] = 1.0  # of the loss where a row's mask is white; black: 1
+    normalise: bool | Path = False  # instructions to canonical forms; true: by the shipped rules, or by a YAML file
+    safety: Literal["off", "flag", "block"] = "off"  # what the word filter does; block: matching rows are refused
+    safety_rules: Path | None = None  # YAML file of the word filter; None: the shipped rules
+    safety_classifier: str | None = None  # "module:function", asked about each instruction and its pictures as well
+    paraphrases: bool = False  # train on a row's paraphrases too, each as often as its instruction
+    # for rows without paraphrases; true: made by the shipped templates, or by those of a YAML file
+    paraphrase_templates: bool | Path = False
+    caption_dropout: Annotated[float, Field(ge=0, le=1)] = 0.0  # share of draws trained with an empty instruction
 
 
 class BatchSettings(Section):

@@ -53,7 +53,8 @@ def _table(name: str, model: type[BaseModel], meanings: dict[tuple[str, str], st
         section = section_of(field.annotation)
         if section is not None:
             deeper += ["", *_table(f"{name}.{key}", section, meanings)]
-            value = f"section `{name}.{key}`, or null"
+            optional = type(None) in get_args(field.annotation)
+            value = f"section `{name}.{key}`" + (", or null" if optional else "")
         else:
             value = _type(field.annotation, field)
         meaning = meanings.get((model.__name__, key), "")
@@ -63,6 +64,8 @@ def _table(name: str, model: type[BaseModel], meanings: dict[tuple[str, str], st
 
 def _default(field: FieldInfo) -> str:
     value = field.default
+    if isinstance(value, BaseModel):
+        return "as below"
     value = list(value) if isinstance(value, tuple) else str(value) if isinstance(value, Path) else value
     return f"`{json.dumps(value, ensure_ascii=False)}`"
 
