@@ -41,9 +41,10 @@ class BackgroundThread:
         """Do this after what was submitted before."""
         self._jobs.put(job)
 
-    def wait(self) -> None:
-        """Until all jobs are done."""
-        self._jobs.join()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Until all jobs are done, or `seconds` have passed; whether they are done."""
+        with self._jobs.all_tasks_done:  # what Queue.join waits for, which knows no limit
+            return self._jobs.all_tasks_done.wait_for(lambda: not self.busy, seconds)
 
     def finish(self) -> None:
         """Wait for all jobs and end the thread. Idempotent."""

@@ -71,6 +71,15 @@ class Caretaker:
         """Whether copies are being made."""
         return self._place is not None and self._thread.busy
 
+    @property
+    def place_name(self) -> str:
+        """Where copies go, for messages; empty if nowhere."""
+        return "" if self._place is None else self._place.name
+
+    def copies_after(self, seconds: float) -> bool:
+        """Wait for copies under way, so long at most; whether there are some still."""
+        return self._place is not None and not self._thread.wait(seconds)
+
     def finish(self) -> None:
         """Wait for copies and deletions under way, and tell what has no copy then. Idempotent."""
         self._thread.finish()

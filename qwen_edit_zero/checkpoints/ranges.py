@@ -90,6 +90,11 @@ class Ranges(Sequence[StoredRange]):
         starts = self._table.start[self._first : self._first + self._count]
         return max(0, int(np.searchsorted(starts, element, side="right")) - 1)
 
+    def places(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+        """Of each range its file and its offset in it."""
+        rows = slice(self._first, self._first + self._count)
+        return self._table.file[rows], self._table.offset[rows]
+
     def byte_sizes(self, item_size: int) -> npt.NDArray[np.int64]:
         """Bytes of each range."""
         starts = self._table.start[self._first : self._first + self._count]
@@ -137,14 +142,14 @@ def coverage_fault(count: int, ranges: Sequence[StoredRange]) -> str | None:
 class Piece(NamedTuple):
     """The part of a stored range that a read needs: elements `skip .. skip + take` of it go to `at` of the result.
 
-    `index` is the number of the range among those of its tensor.
+    `number` is that of the range among those of its tensor.
     """
 
     stored: StoredRange
     skip: int
     take: int
     at: int
-    index: int
+    number: int
 
 
 def intersect(ranges: Sequence[StoredRange], start: int, length: int) -> Iterator[Piece]:

@@ -137,7 +137,7 @@ class CheckpointReader:
             part = result[piece.at * size : (piece.at + piece.take) * size]
             self._fill(piece.stored, piece.skip * size, part)
             if piece.take == piece.stored.length:
-                self._compare(tensor, piece.index, piece.stored, xxhash.xxh3_64_hexdigest(part.data))
+                self._compare(tensor, piece.number, piece.stored, xxhash.xxh3_64_hexdigest(part.data))
         return result
 
     def stream(self, name: str, kind: str = PARAM, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Bytes]:
@@ -151,10 +151,15 @@ class CheckpointReader:
         for index in range(len(tensor.ranges)):
             yield from self._range_chunks(tensor, index, buffer)
 
-    def compare_range(self, tensor: StoredTensor, index: int, buffer: Bytes) -> None:
-        """Read one stored range of a tensor through `buffer` and compare it. Raises as `read_bytes`."""
-        for _ in self._range_chunks(tensor, index, buffer):
+    def compare_row(self, row: int, buffer: Bytes) -> None:
+        """Read the stored range in this row of the table, through `buffer`, and compare it. Raises as `read_bytes`."""
+        tensor = self.manifest.tensors[int(np.searchsorted(self._first_rows, row, side="right")) - 1]
+        for _ in self._range_chunks(tensor, row - tensor.ranges.first_row, buffer):
             pass
+
+    @cached_property
+    def _first_rows(self) -> npt.NDArray[np.int64]:
+        return np.array([t.ranges.first_row for t in self.manifest.tensors], np.int64)
 
     def _range_chunks(self, tensor: StoredTensor, index: int, buffer: Bytes) -> Iterator[Bytes]:
         stored, digest = tensor.ranges[index], xxhash.xxh3_64()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.in_use import deletion_lock
-from qwen_edit_zero.checkpoints.manifest import load_head
+from qwen_edit_zero.checkpoints.manifest import ManifestHead
 from qwen_edit_zero.checkpoints.placement import delete_checkpoint
-from qwen_edit_zero.checkpoints.validity import is_valid
+from qwen_edit_zero.checkpoints.validity import check_checkpoint
 from qwen_edit_zero.errors import CheckpointError
 
 
@@ -53,19 +52,20 @@ def prune(folder: Path, retention: Retention, *, newest: Path | None = None, hol
     if retention.keep is None:
         return []
     candidates = [path for path in reversed(layout.checkpoint_folders(folder)) if path not in hold]
-    first = next(filter(is_valid, candidates), None) if newest is None else newest
+    valid = _Heads()
+    first = next(filter(valid, candidates), None) if newest is None else newest
     if first is None:
         return []
     limit = _step(first)
     candidates = [path for path in candidates if _step(path) <= limit]
-    staying = set(itertools.islice(filter(is_valid, candidates), retention.keep))
+    staying = set(itertools.islice(filter(valid, candidates), retention.keep))
     if retention.best:
-        staying |= set(_best(candidates, retention))
+        staying |= set(_best(candidates, valid, retention))
     gone = []
     for path in candidates:
         step = _step(path)
         for_ever = retention.every is not None and step % retention.every == 0
-        if step == limit or path in staying or for_ever or path.is_symlink() or not is_valid(path):
+        if step == limit or path in staying or for_ever or path.is_symlink() or not valid(path):
             continue
         with deletion_lock(path) as lock:
             if lock.free:
@@ -80,18 +80,30 @@ def _step(path: Path) -> int:
     return step
 
 
-def _best(paths: list[Path], retention: Retention) -> Iterator[Path]:
-    """The best valid ones by the metric; of equal ones the later."""
+class _Heads:
+    """Tells whether a checkpoint is valid; looks at each once, since that means all files of it."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, ManifestHead | None] = {}
+
+    def __call__(self, path: Path) -> bool:
+        return self.of(path) is not None
+
+    def of(self, path: Path) -> ManifestHead | None:
+        """The manifest's head; None if it is not valid."""
+        if path not in self._seen:
+            try:
+                self._seen[path] = check_checkpoint(path)
+            except CheckpointError:
+                self._seen[path] = None
+        return self._seen[path]
+
+
+def _best(paths: Iterable[Path], heads: _Heads, retention: Retention) -> list[Path]:
+    """The best by the metric; of equal ones the later."""
     ranked: list[tuple[float, int, Path]] = []
     for path in paths:
-        with contextlib.suppress(CheckpointError):
-            head = load_head(path)
-            if retention.metric in head.metrics:
-                ranked.append((head.metrics[retention.metric], -head.step, path))
-    count = 0
-    for *_, path in sorted(ranked):
-        if count == retention.best:
-            return
-        if is_valid(path):
-            count += 1
-            yield path
+        head = heads.of(path)
+        if head is not None and retention.metric in head.metrics:
+            ranked.append((head.metrics[retention.metric], -head.step, path))
+    return [path for *_, path in sorted(ranked)[: retention.best]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from qwen_edit_zero.checkpoints.manifest import load_head
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
-from qwen_edit_zero.checkpoints.validity import find_checkpoint, latest_checkpoint, verify_checkpoint
+from qwen_edit_zero.checkpoints.validity import find_checkpoint, latest_checkpoint
 from qwen_edit_zero.cluster.collectives import from_rank_0, gather_objects
 from qwen_edit_zero.errors import CheckpointError
 
@@ -50,41 +50,73 @@ _SETTING = {
 _IDENTITY_SETTINGS = ("model.path", "data.manifest", "batch.global_size", "run.seed", "model.lora", "model.freeze")
 
 
-def choose_checkpoint(
-    resume: str, checkpoints: Path, say: Callable[[str], None], *, rank: int, world_size: int
-) -> Path | None:
-    """The checkpoint that `--resume` means; None to start from the base model. Collective, the same on every rank.
+class CheckpointChoice:
+    """Which checkpoint `--resume` means: every rank asks at the same time, and rank 0 decides.
 
-    `auto` takes the newest sound one of the run and says why newer ones were passed over; a path takes that one
-    (or a run's newest). Rank 0 decides: nodes may see a shared folder differently for a while. Every byte is compared
-    with its checksum, the files dealt out to the ranks: a rank that later reads a part of what another number of ranks
-    wrote cannot check it. Raises CheckpointError on all ranks if a path leads to none.
+    `auto` takes the newest sound one of the run and says why newer ones were passed over; a path takes that one (or a
+    run's newest). `next` looks at names, sizes and manifests; whoever finds damage while reading tells `refuse`, and
+    asks for the next.
     """
-    if resume == NONE:
-        return None
 
-    def look(path: Path) -> None:
-        """On rank 0: have all ranks look at this one."""
+    def __init__(self, resume: str, checkpoints: Path, say: Callable[[str], None], *, rank: int) -> None:
+        self._resume, self._checkpoints, self._say, self._rank = resume, checkpoints, say, rank
+        self._refused: dict[Path, str] = {}
+        self._told: set[Path] = set()
+
+    def refuse(self, path: Path, reason: str) -> None:
+        """Do not give this one again. The same call on every rank."""
+        self._refused[path] = reason
+
+    def next(self) -> Path | None:
+        """The checkpoint to go on from, the same on every rank; None to start from the base model. Collective.
+
+        Raises CheckpointError on all ranks if a path leads to none, or if there are some and none can be used.
+        """
+        if self._resume == NONE:
+            return None
+        if self._rank == 0:
+            outcome = self._search()
+            from_rank_0(outcome)
+        else:
+            while not isinstance(told := from_rank_0(None), _Outcome):
+                gather_objects(_seen(told, self._rank))
+            outcome = told
+        for path, reason in outcome.passed_over:
+            if path not in self._told:
+                self._told.add(path)
+                self._say(f"passing over checkpoint {path.name}: {reason}")
+        if outcome.error is not None:
+            raise CheckpointError(outcome.error)
+        return outcome.path
+
+    def _search(self) -> _Outcome:
+        try:
+            if self._resume == AUTO:
+                found = latest_checkpoint(self._checkpoints, self._look)
+            else:
+                found = find_checkpoint(Path(self._resume).expanduser(), self._look)
+        except CheckpointError as error:
+            return _Outcome(None, (), str(error))
+        if found.path is None and found.passed_over:
+            return _Outcome(
+                None,
+                found.passed_over,
+                f"none of the {len(found.passed_over)} checkpoints in {self._checkpoints} can be used; starting from "
+                "the base model would end in their place. Restore one of them, or start over with --resume none, which "
+                "keeps them beside the new run",
+            )
+        return _Outcome(found.path, found.passed_over)
+
+    def _look(self, path: Path) -> None:
+        """On rank 0: have all ranks see whether this one is there for them, too: nodes may see a folder late."""
+        if path in self._refused:
+            raise CheckpointError(self._refused[path])
         from_rank_0(path)
-        reports = gather_objects(_seen(path, rank, world_size))
-        if faults := [fault for found, _ in reports for fault in found]:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(faults[:3])}")
+        reports = gather_objects(_seen(path, self._rank))
+        if faults := [fault for fault, _ in reports if fault is not None]:
+            raise CheckpointError("; ".join(faults[:3]))
         if len({save_id for _, save_id in reports}) > 1:
             raise CheckpointError(f"{path} is another save to some ranks than to others: is run.dir a shared folder?")
-
-    outcome: _Outcome
-    if rank == 0:
-        outcome = _search(resume, checkpoints, look)
-        from_rank_0(outcome)
-    else:
-        while not isinstance(told := from_rank_0(None), _Outcome):
-            gather_objects(_seen(told, rank, world_size))
-        outcome = told
-    for path, reason in outcome.passed_over:
-        say(f"passing over checkpoint {path.name}: {reason}")
-    if outcome.error is not None:
-        raise CheckpointError(outcome.error)
-    return outcome.path
 
 
 @dataclass(frozen=True)
@@ -96,29 +128,12 @@ class _Outcome:
     error: str | None = None
 
 
-def _search(resume: str, checkpoints: Path, look: Callable[[Path], None]) -> _Outcome:
+def _seen(path: Path, rank: int) -> tuple[str | None, str]:
+    """Why this rank cannot use a checkpoint, and the save it is."""
     try:
-        source = Path(resume).expanduser()
-        found = latest_checkpoint(checkpoints, look) if resume == AUTO else find_checkpoint(source, look)
+        return None, load_head(path).save_id
     except CheckpointError as error:
-        return _Outcome(None, (), str(error))
-    if found.path is None and found.passed_over:
-        return _Outcome(
-            None,
-            found.passed_over,
-            f"none of the {len(found.passed_over)} checkpoints in {checkpoints} can be used; starting from the base "
-            "model would end in their place. Restore one of them, or start over with --resume none, which "
-            "keeps them beside the new run",
-        )
-    return _Outcome(found.path, found.passed_over)
-
-
-def _seen(path: Path, rank: int, world_size: int) -> tuple[list[str], str]:
-    """Faults in this rank's share of a checkpoint, and the save it is."""
-    try:
-        return [str(f) for f in verify_checkpoint(path, share=(rank, world_size))], load_head(path).save_id
-    except CheckpointError as error:
-        return [f"rank {rank}: {error}"], ""
+        return f"rank {rank}: {error}", ""
 
 
 def run_state(
@@ -141,7 +156,9 @@ def check_identity(
 
     With `accept` the list is told instead; tensors that do not fit are still refused by `ParallelEngine.load_state`.
     """
-    saved = reader.run_state["identity"]
+    saved = reader.run_state.get("identity")
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{reader.path} does not say of which run it is, so it is none that training wrote")
     imported = "imported" in reader.manifest.settings  # by another program, which knew of no such things
     differing = [
         f"  {_SETTING[key]}: {saved.get(key)} there, {value} here"

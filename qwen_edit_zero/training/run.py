@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 
-from qwen_edit_zero.checkpoints.reader import CheckpointReader
+from qwen_edit_zero.checkpoints.reader import DamagedError
+from qwen_edit_zero.checkpoints.shared_reading import opened_together
 from qwen_edit_zero.cluster import process_group
 from qwen_edit_zero.cluster.collectives import barrier
 from qwen_edit_zero.cluster.device_setup import set_numerics
@@ -32,11 +34,18 @@ from qwen_edit_zero.training import resume as resuming
 from qwen_edit_zero.training import run_folder
 from qwen_edit_zero.training.conditioning import Conditioned, condition
 from qwen_edit_zero.training.hooks import MetricsHook, PeriodicHook
+from qwen_edit_zero.training.loading import check_whole, load_checkpoint
 from qwen_edit_zero.training.lr import lr_at
 from qwen_edit_zero.training.metrics import MetricsWriter
 from qwen_edit_zero.training.progress import Progress
 from qwen_edit_zero.training.samples import SamplePictures
-from qwen_edit_zero.training.saving import CheckpointHook, checkpoint_contents, lora_reference, probe_backup
+from qwen_edit_zero.training.saving import (
+    CheckpointHook,
+    catch_up_backup,
+    checkpoint_contents,
+    lora_reference,
+    probe_backup,
+)
 from qwen_edit_zero.training.task import EditTask
 from qwen_edit_zero.training.trainer import Hook, Trainer
 
@@ -82,8 +91,7 @@ class _Run:
         with run_folder.take(self.path) if self.rank == 0 else nullcontext():
             engine = make_engine(self.settings, device=self.device)
             try:
-                if self.rank == 0:
-                    probe_backup(self.settings.checkpoint, self.checkpoints)
+                probe_backup(self.settings.checkpoint, self.checkpoints)
                 module = self._module(engine)  # shows what cannot work before an earlier run is moved or data encoded
                 if self.rank == 0 and self.resume == resuming.NONE:
                     aside = run_folder.set_aside(self.path)
@@ -96,9 +104,8 @@ class _Run:
 
     def _go(self, engine: ParallelEngine, module: torch.nn.Module) -> int:
         settings = self.settings
-        checkpoint = resuming.choose_checkpoint(
-            self.resume, self.checkpoints, self.say, rank=self.rank, world_size=self.world
-        )
+        choice = resuming.CheckpointChoice(self.resume, self.checkpoints, self.say, rank=self.rank)
+        checkpoint = choice.next()
         conditioned = condition(
             settings,
             self.folder,
@@ -119,22 +126,39 @@ class _Run:
             lora=lora_reference(settings.model.lora).model_dump(mode="json") if settings.model.lora else None,
             frozen=list(settings.model.freeze),
         )
-        first, reader = 0, None
-        if checkpoint is not None:
-            reader = CheckpointReader(checkpoint)
-            resuming.check_identity(reader, identity, accept=self.accept_changes, say=self.say)
-            if changed := resuming.changed_settings(reader, settings.model_dump(mode="json")):
-                self.say("settings changed since the checkpoint was written:\n  " + "\n  ".join(changed))
-            first = reader.step
-            if first >= total_steps:
-                self.say(
-                    f"{self.path} is complete: its checkpoint {checkpoint.name} has all {total_steps} steps. For more, "
-                    "raise run.max_steps or run.epochs; for another run, set run.name; to start over, use --resume none"
-                )
-                return 0
-        self._set_up(engine, module, reader)
+        first, is_set_up = 0, False
+        while checkpoint is not None:
+            try:
+                with opened_together(checkpoint) as reader:
+                    resuming.check_identity(reader, identity, accept=self.accept_changes, say=self.say)
+                    if changed := resuming.changed_settings(reader, settings.model_dump(mode="json")):
+                        self.say("settings changed since the checkpoint was written:\n  " + "\n  ".join(changed))
+                    if reader.step >= total_steps:
+                        check_whole(reader, self.device, self.say)
+                        return self._complete(checkpoint, total_steps)
+                    if not is_set_up:
+                        self._set_up(engine, module)
+                        is_set_up = True
+                    load_checkpoint(engine, reader, self.say)
+                    first = reader.step
+                    self.say(f"going on from {reader.path} (step {first}, written by {reader.manifest.engine})")
+                break
+            except DamagedError as error:
+                choice.refuse(checkpoint, error.fault)
+                checkpoint = choice.next()
+        if not is_set_up:
+            self._set_up(engine, module)
         self._fit(engine, conditioned, schedule, identity, first, total_steps)
         self.say(f"finished {total_steps} {'step' if total_steps == 1 else 'steps'}; everything is in {self.path}")
+        return 0
+
+    def _complete(self, checkpoint: Path, total_steps: int) -> int:
+        """Nothing is left to train; copies that are missing in the backup are made."""
+        self.say(
+            f"{self.path} is complete: its checkpoint {checkpoint.name} has all {total_steps} steps. For more, "
+            "raise run.max_steps or run.epochs; for another run, set run.name; to start over, use --resume none"
+        )
+        catch_up_backup(self.settings.checkpoint, self.checkpoints, self.say)
         return 0
 
     def _module(self, engine: ParallelEngine) -> torch.nn.Module:
@@ -159,17 +183,14 @@ class _Run:
             self.say("\n".join(trained.lines(compute_bytes=compute_bytes, masters_apart=masters_apart)))
         return module
 
-    def _set_up(self, engine: ParallelEngine, module: torch.nn.Module, reader: CheckpointReader | None) -> None:
+    def _set_up(self, engine: ParallelEngine, module: torch.nn.Module) -> None:
+        """The model sharded, with the base model's weights."""
         settings = self.settings
         engine.setup(
             module,
             optimizer=settings.optimizer,
             weights=initial_source(self.folder, module, seed=settings.run.seed),
         )
-        if reader is not None:
-            with reader:
-                engine.load_state(reader, reader.run_state["engine"])
-            self.say(f"going on from {reader.path} (step {reader.step}, written by {reader.manifest.engine})")
 
     def _fit(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 import threading
@@ -35,6 +36,7 @@ from qwen_edit_zero.settings.models import CheckpointSettings, LoraSettings, Set
 from qwen_edit_zero.training.metrics import StepMetrics
 from qwen_edit_zero.training.resume import RunIdentity, run_state
 
+_TURN_SECONDS = 5.0
 WRITING_SECONDS = 6 * 3600  # the most by which ranks may differ in writing their files
 
 Describe = Callable[[StepMetrics, Mapping[str, float]], Contents]
@@ -62,7 +64,7 @@ class CheckpointHook:
         describe: the contents of a checkpoint after a step, given the metrics recorded with it.
         say: prints on rank 0.
 
-    Raises SettingsError if the backup cannot be reached. Collective.
+    Raises SettingsError if `checkpoint.backup` cannot be understood. Collective.
     """
 
     def __init__(
@@ -78,7 +80,6 @@ class CheckpointHook:
         self._losses = _MeanLoss()
         self._caretaker: Caretaker | None = None
         place = None if settings.backup is None else backup_of_run(settings.backup, folder)
-        self._probe_backup_together()
         with self._ranks.together(f"making {folder}"):
             if self._ranks.rank == 0:
                 make_folder(folder)
@@ -95,17 +96,6 @@ class CheckpointHook:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=be_nice)
             self._restore_signal = _end_by_exception_on_sigterm()
 
-    def _probe_backup_together(self) -> None:
-        fault: str | None = None
-        if self._ranks.rank == 0:
-            try:
-                probe_backup(self._settings, self._folder)
-            except SettingsError as error:
-                fault = str(error)
-        fault = self._ranks.gather(fault)[0]
-        if fault is not None:
-            raise SettingsError(fault)
-
     def after_step(self, metrics: StepMetrics, *, is_last: bool) -> None:
         """Save if it is due; learn of a save that has ended meanwhile. Raises its error, the same on every rank."""
         self._losses.add(metrics)
@@ -119,11 +109,7 @@ class CheckpointHook:
         """Wait for the save that is being written and for the backup. Raises the save's error."""
         if self._flight is not None:
             self._land()
-        if self._caretaker is not None:
-            if self._caretaker.copying:
-                self._say(f"waiting for copies in {self._settings.backup}")
-            self._caretaker.finish()
-        self._pass_on()
+        _finish_copies(self._caretaker, self._ranks, self._say)
 
     def close(self) -> None:
         """Also after an error: let the save that is being written end first. Does not raise but for a signal."""
@@ -150,7 +136,7 @@ class CheckpointHook:
             self._land()
         if self._caretaker is not None:
             self._caretaker.settle()
-        contents = self._describe(metrics, self._losses.take(metrics))
+        contents = self._describe(metrics, self._finite(metrics.step, self._losses.take(metrics)))
         try:
             save = plan_save(self._folder, contents, self._engine.local_state, self._ranks)
             if self._thread is not None and self._host_memory_suffices(save):
@@ -161,6 +147,16 @@ class CheckpointHook:
             self._failed(metrics.step, is_last, error)
         else:
             self._landed(metrics.step, path)
+
+    def _finite(self, step: int, recorded: Mapping[str, float]) -> dict[str, float]:
+        """The metrics that a checkpoint can have: without one it is not among the best, but no less whole."""
+        lost = [name for name, value in recorded.items() if not math.isfinite(value)]
+        if lost:
+            self._say(
+                f"warning: step {step}: not finite, and so not recorded with this checkpoint, which cannot be among "
+                f"the best by it: {', '.join(f'{name} {recorded[name]}' for name in lost)}"
+            )
+        return {name: value for name, value in recorded.items() if name not in lost}
 
     def _host_memory_suffices(self, save: PlannedSave) -> bool:
         """Whether every node has room for the copies of its ranks; told to the user if not."""
@@ -227,13 +223,53 @@ class CheckpointHook:
 
 
 def probe_backup(settings: CheckpointSettings, folder: Path) -> None:
-    """See whether `checkpoint.backup`, if there is one, takes a small file. For rank 0, before anything costs time.
+    """See whether `checkpoint.backup`, if there is one, takes a small file. Collective, before anything costs time.
 
     `folder` is the run's `checkpoints` folder, which need not exist yet.
-    Raises SettingsError if it does not, or is not apart from `folder`.
+    Raises SettingsError on all ranks if it does not, or is not apart from `folder`.
     """
-    if settings.backup is not None:
-        backup_of_run(settings.backup, folder).probe()
+    if settings.backup is None:
+        return
+    ranks, fault = Coordinator(), None
+    if ranks.rank == 0:
+        try:
+            backup_of_run(settings.backup, folder).probe()
+        except SettingsError as error:
+            fault = str(error)
+    if (fault := ranks.gather(fault)[0]) is not None:
+        raise SettingsError(fault)
+
+
+def catch_up_backup(settings: CheckpointSettings, folder: Path, say: Callable[[str], None]) -> None:
+    """Make the copies that an earlier process left to be made, and wait for them. Collective.
+
+    Deletes no checkpoint. A copy that fails is a warning.
+    """
+    ranks, caretaker = Coordinator(), None
+    if settings.backup is None:
+        return
+    place = backup_of_run(settings.backup, folder)
+    with ranks.together(f"looking at {folder}"):
+        if ranks.rank == 0 and folder.is_dir():
+            caretaker = Caretaker(folder, _retention(settings), place)
+            caretaker.catch_up()
+    try:
+        _finish_copies(caretaker, ranks, say)
+    finally:
+        if caretaker is not None:
+            caretaker.abandon()
+
+
+def _finish_copies(caretaker: Caretaker | None, ranks: Coordinator, say: Callable[[str], None]) -> None:
+    """Wait for rank 0's copies on all ranks, in turns shorter than a collective may take. Collective."""
+    if caretaker is not None and caretaker.copying:
+        say(f"waiting for copies in {caretaker.place_name}")
+    while ranks.gather(caretaker is not None and caretaker.copies_after(_TURN_SECONDS))[0]:
+        pass
+    if caretaker is not None:
+        caretaker.finish()
+        for message in caretaker.messages():
+            say(message)
 
 
 def checkpoint_contents(

@@ -14,14 +14,14 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from qwen_edit_zero.checkpoints import backup
+from qwen_edit_zero.checkpoints import backup, retention
 from qwen_edit_zero.checkpoints.backup import backup_checkpoint, backup_of_run, open_backup
 from qwen_edit_zero.checkpoints.describe import list_checkpoints, show_checkpoint, verify_text
 from qwen_edit_zero.checkpoints.disk import checksum_of
 from qwen_edit_zero.checkpoints.manifest import load_head
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.retention import Retention, prune
-from qwen_edit_zero.checkpoints.validity import verify_checkpoint
+from qwen_edit_zero.checkpoints.validity import check_checkpoint, verify_checkpoint
 from qwen_edit_zero.errors import CheckpointError, SettingsError, StorageError
 from qwen_edit_zero.flat_state import FlatRange
 from tests.checkpoints.states import differing_bytes, made_up_state, owned_ranges, save
@@ -70,6 +70,21 @@ def test_a_damaged_one_is_not_among_the_best(tmp_path: Path) -> None:
     (tmp_path / "step-00000001" / "rank-00000.safetensors").unlink()
     assert prune(tmp_path, Retention(keep=1, best=1)) == []
     assert _names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_each_checkpoint_is_looked_at_once_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in range(1, 9):
+        save(tmp_path, step, metrics={"loss": float(step)})
+    looked: list[str] = []
+
+    def look(path: Path) -> Any:
+        looked.append(path.name)
+        return check_checkpoint(path)
+
+    monkeypatch.setattr(retention, "check_checkpoint", look)
+    gone = prune(tmp_path, Retention(keep=2, every=5, best=2))
+    assert [p.name[-1] for p in gone] == ["6", "4", "3"]
+    assert len(looked) == len(set(looked)) == 8
 
 
 def _read_meanwhile(rank: int, world: int, path: Path, begun: Any, over: Any) -> None:

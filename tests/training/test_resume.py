@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from qwen_edit_zero.errors import CheckpointError
-from qwen_edit_zero.training.resume import RunIdentity, changed_settings, check_identity, run_state
+from qwen_edit_zero.training.resume import CheckpointChoice, RunIdentity, changed_settings, check_identity, run_state
 from tests.checkpoints.states import save
 from tests.ranks import run_ranks
 
@@ -62,15 +62,15 @@ def test_other_changed_settings_are_listed() -> None:
 def choice_where_rank_1_does_not_see_the_newest(rank: int, world: int, folder: Path) -> tuple[Any, list[str]]:
     from qwen_edit_zero.training import resume
 
-    verify, told = resume.verify_checkpoint, list[str]()
+    load, told = resume.load_head, list[str]()
 
-    def unseen(path: Path, **options: Any) -> Any:
+    def unseen(path: Path) -> Any:
         if rank == 1 and path.name == "step-00000008":
             raise CheckpointError("there is no manifest")
-        return verify(path, **options)
+        return load(path)
 
-    resume.verify_checkpoint = unseen
-    chosen = resume.choose_checkpoint("auto", folder, told.append, rank=rank, world_size=world)
+    resume.load_head = unseen
+    chosen = CheckpointChoice("auto", folder, told.append, rank=rank).next()
     return chosen, told
 
 
@@ -81,3 +81,41 @@ def test_all_ranks_go_on_from_the_same_checkpoint_though_one_does_not_see_the_ne
     assert first == second == tmp_path / "step-00000006"
     assert "step-00000008" in told[0]
     assert "rank 1: there is no manifest" in told[0]
+
+
+def refusing_one_after_another(rank: int, world: int, folder: Path, resume: str) -> tuple[list[Path], list[str]]:
+    told, found = list[str](), list[Path]()
+    choice = CheckpointChoice(resume, folder, told.append, rank=rank)
+    try:
+        while True:
+            path = choice.next()
+            assert path is not None
+            found.append(path)
+            choice.refuse(path, f"{path.name} is damaged")
+    except CheckpointError as error:
+        return found, [*told, str(error)]
+
+
+def test_what_was_found_damaged_while_it_was_read_is_passed_over_and_told_once(tmp_path: Path) -> None:
+    for step in (4, 6, 8):
+        save(tmp_path, step)
+    one, other = run_ranks(refusing_one_after_another, 2, tmp_path, "auto")
+    assert one == other
+    found, told = one
+    assert [path.name for path in found] == ["step-00000008", "step-00000006", "step-00000004"]
+    assert [line.split(":")[0] for line in told[:3]] == [f"passing over checkpoint step-0000000{n}" for n in (8, 6, 4)]
+    assert "none of the 3 checkpoints" in told[3]
+
+
+def test_a_checkpoint_given_by_its_path_is_not_replaced_by_another(tmp_path: Path) -> None:
+    for step in (4, 6):
+        save(tmp_path, step)
+    found, told = refusing_one_after_another(0, 1, tmp_path, str(tmp_path / "step-00000006"))
+    assert found == [tmp_path / "step-00000006"]
+    assert told == ["step-00000006 is damaged"]
+
+
+def test_a_checkpoint_that_training_did_not_write_is_refused_in_words() -> None:
+    foreign: Any = SimpleNamespace(path=Path("step-00000003"), run_state={"step": 3})
+    with pytest.raises(CheckpointError, match="does not say of which run it is"):
+        check_identity(foreign, IDENTITY)

@@ -25,7 +25,7 @@ from qwen_edit_zero.flat_state import FlatRange
 from qwen_edit_zero.settings.models import CheckpointSettings
 from qwen_edit_zero.training import saving
 from qwen_edit_zero.training.metrics import StepMetrics
-from qwen_edit_zero.training.saving import CheckpointHook
+from qwen_edit_zero.training.saving import CheckpointHook, catch_up_backup, probe_backup
 from tests.checkpoints.states import MODEL, differing_bytes, made_up_state, owned_ranges
 from tests.ranks import run_ranks
 
@@ -297,7 +297,7 @@ def test_the_best_by_the_mean_loss_since_the_last_one_stay(tmp_path: Path) -> No
 def test_a_failing_backup_is_told_tried_again_and_holds_up_deletion_alone(tmp_path: Path) -> None:
     place = tmp_path / "backup" / "demo"
     run = Run(tmp_path / "demo" / "run", asynchronous=False, keep=1, backup=str(place.parent))
-    place.rmdir()
+    place.parent.mkdir()
     place.write_text("a file where the folder should be")
     run.train(2)
     run.hook._caretaker.wait()  # type: ignore[union-attr]
@@ -324,7 +324,7 @@ def _probed(rank: int, world: int, folder: Path) -> str:
         if rank == 0:
             failing_writes(patch, errno.EROFS, lambda name: name.startswith(".probe-"))
         try:
-            Run(folder / "run", rank, world, backup=str(folder / "backup"))
+            probe_backup(CheckpointSettings(backup=str(folder / "backup")), folder / "run")
         except SettingsError as error:
             return str(error)
     return ""
@@ -347,6 +347,45 @@ def test_copies_that_are_missing_are_made_when_the_run_goes_on(tmp_path: Path) -
     run.hook.close()
     assert sorted(p.name for p in (place / "demo").iterdir()) == ["step-00000001", "step-00000002", "step-00000003"]
     assert [p.name for p in folder.iterdir()] == ["step-00000003"]
+
+
+def _catch_up(rank: int, world: int, folder: Path, backup: Path) -> list[str]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "_TURN_SECONDS", 0.01)  # several turns
+        catch_up_backup(CheckpointSettings(backup=str(backup), keep=1), folder, said.append)
+    return said
+
+
+def test_or_when_it_is_started_again_though_it_is_complete(tmp_path: Path) -> None:
+    folder, place = tmp_path / "demo" / "checkpoints", tmp_path / "backup"
+    Run(folder, asynchronous=False).train(3)
+    said, other = run_ranks(_catch_up, 2, folder, place)
+    assert set(said) <= {f"waiting for copies in {place / 'demo'}"}  # unless they were made by then
+    assert other == []
+    names = ["step-00000001", "step-00000002", "step-00000003"]
+    assert sorted(p.name for p in (place / "demo").iterdir()) == names
+    assert sorted(p.name for p in folder.iterdir()) == names
+    (place / "demo" / names[1]).rename(tmp_path / "elsewhere")
+    _catch_up(0, 1, folder, place)
+    assert verify_checkpoint(place / "demo" / names[1]) == ()
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_costs_no_checkpoint_but_a_place_among_the_best(loss: float, tmp_path: Path) -> None:
+    run = Run(tmp_path, asynchronous=False, keep=1, keep_best=1)
+    run.train(loss=5.0)
+    run.train(loss=loss)
+    assert [line for line in run.said if line.startswith("warning")] == [
+        "warning: step 2: not finite, and so not recorded with this checkpoint, which cannot be among the best by it: "
+        f"loss {loss}, step_loss {loss}"
+    ]
+    assert load_head(tmp_path / "step-00000002").metrics == {}
+    run.train(loss=7.0)
+    run.hook.finish()
+    run.hook.close()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
+    assert differing_bytes(tmp_path / "step-00000003", made_up_state(3)) == 0
 
 
 def test_the_folders_that_lead_to_checkpoints_survive_power_loss(
