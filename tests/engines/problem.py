@@ -107,13 +107,14 @@ def train_plainly(
     autocast: torch.dtype | None = None,
     steps: range = ALL_STEPS,
     average: dict[str, torch.Tensor] | None = None,
+    adamw: torch.optim.AdamW | None = None,
 ) -> tuple[list[float], list[float]]:
     """Train `model` in place through the schedule, one sample at a time. Returns losses and gradient norms.
 
-    `average`, with copies of the trained weights, becomes their running average.
+    `average`, with copies of the trained weights, becomes their running average. `adamw` may have a past.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    adamw = torch.optim.AdamW(
+    adamw = adamw or torch.optim.AdamW(
         trained, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
     )
     device = trained[0].device
