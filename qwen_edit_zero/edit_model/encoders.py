@@ -75,11 +75,21 @@ class ConditioningEncoder:
         does not take this number of references.
         """
         self._check_references(references)
+        return Conditioning(
+            prompt_embeds=self.prompt([self._for_vision(picture) for picture in references], instruction),
+            target_latent=None if target is None else self.latent(self._for_vae(target)),
+            reference_latents=tuple(self.latent(self._for_vae(picture)) for picture in references),
+        )
+
+    @torch.no_grad()
+    def prompt(self, references: Sequence[Image.Image], instruction: str) -> torch.Tensor:
+        """The embedding (L, D) of an instruction with its references, which are RGB and have been resized to
+        `condition_area` already; CPU. Raises DataError as `encode`."""
+        self._check_references(references)
         pipeline = self._loaded()
         self._check_instruction(pipeline, instruction)
-        shown = [self._for_vision(pipeline, picture) for picture in references]
         prompt_embeds, mask = pipeline.encode_prompt(
-            prompt=[instruction], image=shown if self._several else shown[0], device=self.device
+            prompt=[instruction], image=list(references) if self._several else references[0], device=self.device
         )
         assert mask is None, "a single prompt needs no padding"
         if not torch.isfinite(prompt_embeds).all():
@@ -87,11 +97,17 @@ class ConditioningEncoder:
                 f"the text encoder gave non-finite values for {instruction[:60]!r} in {self.dtype}: it overflows in "
                 "fp16. Use precision bf16 or fp32"
             )
-        return Conditioning(
-            prompt_embeds=prompt_embeds[0].cpu(),
-            target_latent=None if target is None else self._latent(pipeline, target),
-            reference_latents=tuple(self._latent(pipeline, picture) for picture in references),
-        )
+        embedding: torch.Tensor = prompt_embeds[0].cpu()
+        return embedding
+
+    @torch.no_grad()
+    def latent(self, picture: Image.Image) -> torch.Tensor:
+        """The normalised latent (16, height / 8, width / 8) of a picture, which is RGB and has been resized to
+        `vae_area` already: sides are multiples of 32. CPU."""
+        pipeline = self._loaded()
+        pixels = pipeline.image_processor.preprocess(picture, picture.height, picture.width).unsqueeze(2)
+        latent: torch.Tensor = pipeline._encode_vae_image(image=pixels.to(self.device, self.dtype), generator=None)
+        return latent[0, :, 0].cpu()
 
     def close(self) -> None:
         """Release the models. Idempotent; a later `encode` loads them again."""
@@ -109,17 +125,17 @@ class ConditioningEncoder:
             )
         return self._pipeline
 
-    def _for_vision(self, pipeline: DiffusionPipeline, picture: Image.Image) -> Image.Image:
+    def _for_vision(self, picture: Image.Image) -> Image.Image:
         area = self.vae_area if self.folder.variant is Variant.EDIT else self.condition_area
-        width, height = size_at_area(picture.size, area)
-        resized: Image.Image = pipeline.image_processor.resize(picture, height, width)
-        return resized
+        return self._resized(picture, area)
 
-    def _latent(self, pipeline: DiffusionPipeline, picture: Image.Image) -> torch.Tensor:
-        width, height = size_at_area(picture.size, self.vae_area)
-        pixels = pipeline.image_processor.preprocess(picture, height, width).unsqueeze(2)
-        latent: torch.Tensor = pipeline._encode_vae_image(image=pixels.to(self.device, self.dtype), generator=None)
-        return latent[0, :, 0].cpu()
+    def _for_vae(self, picture: Image.Image) -> Image.Image:
+        return self._resized(picture, self.vae_area)
+
+    def _resized(self, picture: Image.Image, area: int) -> Image.Image:
+        width, height = size_at_area(picture.size, area)
+        resized: Image.Image = self._loaded().image_processor.resize(picture, height, width)
+        return resized
 
     def _check_references(self, references: Sequence[Image.Image]) -> None:
         if not references:
