@@ -1,0 +1,119 @@
+"""A table of fixed-size records sorted by a 128-bit key, on disk, memory-mapped: for pictures known and entries kept.
+
+A folder: `high.npy` (upper halves of the keys, uint64, sorted), `rest.npy` (lower halves and the records, at the same
+positions). It is written beside and renamed, never changed, so any number of processes may have it mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Keys = npt.NDArray[np.uint64]  # (n, 2): upper and lower half of each
+Records = npt.NDArray[np.void]
+
+
+def as_keys(digests: npt.NDArray[np.uint8]) -> Keys:
+    """(n, 16) bytes as (n, 2) words; a view where the bytes lie together."""
+    return np.ascontiguousarray(digests).view(">u8").astype(np.uint64)
+
+
+def key_of(digest: bytes) -> tuple[int, int]:
+    """16 bytes as the two words of `as_keys`."""
+    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
+
+
+class SortedTable:
+    """Opens a table; `records` are at the positions that `find` gives."""
+
+    def __init__(self, folder: Path | None, dtype: np.dtype[np.void]) -> None:
+        if folder is None:
+            self.high: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+            self._rest: Records = np.zeros(0, _rest_type(dtype))
+        else:
+            self.high = np.asarray(np.load(folder / "high.npy", mmap_mode="r"))  # a plain view: subclasses are slow
+            self._rest = np.asarray(np.load(folder / "rest.npy", mmap_mode="r"))
+            if self._rest.dtype != _rest_type(dtype) or len(self._rest) != len(self.high):
+                raise ValueError(f"{folder} is a table of another make")
+
+    def __len__(self) -> int:
+        return len(self.high)
+
+    @property
+    def records(self) -> Records:
+        """All records, in the order of keys."""
+        found: Records = self._rest["record"]
+        return found
+
+    @property
+    def keys(self) -> Keys:
+        """(n, 2), a copy."""
+        return np.stack([self.high, self._rest["low"]], axis=1)
+
+    def find(self, keys: Keys) -> npt.NDArray[np.int64]:
+        """Positions of these keys, -1 where there is none."""
+        positions = np.full(len(keys), -1, np.int64)
+        if not len(self.high) or not len(keys):
+            return positions
+        order = np.argsort(keys[:, 0], kind="stable")  # sorted questions walk through the file once
+        at = np.empty(len(keys), np.int64)
+        at[order] = np.searchsorted(self.high, keys[order, 0])
+        open_ = np.arange(len(keys))
+        while len(open_):
+            open_ = open_[at[open_] < len(self.high)]
+            open_ = open_[self.high[at[open_]] == keys[open_, 0]]
+            hit = self._rest["low"][at[open_]] == keys[open_, 1]
+            positions[open_[hit]] = at[open_[hit]]
+            open_ = open_[~hit]  # another key with the same upper half: look at the next position
+            at[open_] += 1
+        return positions
+
+    def find_one(self, digest: bytes) -> int:
+        """Position of one key of 16 bytes, -1 if there is none."""
+        high, low = key_of(digest)
+        at = int(np.searchsorted(self.high, np.uint64(high)))
+        while at < len(self.high) and int(self.high[at]) == high:
+            if int(self._rest[at]["low"]) == low:
+                return at
+            at += 1
+        return -1
+
+
+def write_table(folder: Path, keys: Keys, records: Records, files: Mapping[str, str] = {}) -> Path:
+    """Write a table, atomically; of records with one key the last counts. What is there already stays: it is the same.
+
+    `files`: further files of the folder, by name.
+
+    Raises OSError.
+    """
+    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys keep their order
+    ordered = keys[order]
+    last = np.ones(len(order), bool)
+    last[:-1] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    order = order[last]
+    rest = np.empty(len(order), _rest_type(records.dtype))
+    rest["low"] = keys[order, 1]
+    rest["record"] = records[order]
+    temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
+    temporary.mkdir(parents=True)
+    try:
+        np.save(temporary / "high.npy", keys[order, 0])
+        np.save(temporary / "rest.npy", rest)
+        for name, text in files.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        os.rename(temporary, folder)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not folder.is_dir():
+            raise
+    return folder
+
+
+def _rest_type(record: np.dtype[np.void]) -> np.dtype[np.void]:
+    return np.dtype([("low", np.uint64), ("record", record)])
