@@ -12,6 +12,7 @@ from qwen_edit_zero.edit_data.batches.loader import BatchLoader
 from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
 from qwen_edit_zero.edit_data.cache.store import ConditioningCache
 from qwen_edit_zero.edit_data.manifests.manifest import Sample
+from qwen_edit_zero.edit_data.storage.local import LocalPlace
 from qwen_edit_zero.errors import DataError
 from tests.edit_data.builders import entry
 
@@ -58,7 +59,9 @@ class Data:
 
     def __init__(self, folder: Path, count: int = 13) -> None:
         self.cache = ConditioningCache(folder, "f")
-        self.samples = [Sample(f"a{i}", folder, ("s",), "x", "t", weight=1.0 + i, line=i + 1) for i in range(count)]
+        self.samples = [
+            Sample(f"a{i}", LocalPlace(folder), ("s",), "x", "t", weight=1.0 + i, line=i + 1) for i in range(count)
+        ]
         self.keys = [f"{i:032x}" for i in range(count)]
         for i, key in enumerate(self.keys):
             self.cache.put(key, entry(i, tokens=3 + i % 4, references=1 + i % 2))

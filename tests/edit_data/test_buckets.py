@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from qwen_edit_zero.edit_data.batches.buckets import Bucket, assign_buckets, bucket_of, prepared_size
 from qwen_edit_zero.edit_data.manifests.manifest import Sample, read_manifest
+from qwen_edit_zero.edit_data.storage.local import LocalPlace
 from qwen_edit_zero.errors import DataError
 from tests.edit_data.builders import row, save, write_manifest
 
 
 def sample(folder: Path, *sources: str, target: str = "t.png") -> Sample:
-    return Sample("a", folder, sources, "x", target, line=1)
+    return Sample("a", LocalPlace(folder), sources, "x", target, line=1)
 
 
 def test_sizes_are_those_of_the_diffusers_pipeline() -> None:

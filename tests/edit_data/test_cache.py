@@ -12,6 +12,7 @@ import torch
 from qwen_edit_zero.edit_data.cache.digests import DigestMemo, content_digest
 from qwen_edit_zero.edit_data.cache.store import CachedSample, ConditioningCache
 from qwen_edit_zero.edit_data.manifests.manifest import Sample
+from qwen_edit_zero.edit_data.storage.local import LocalPlace
 from qwen_edit_zero.errors import DataError, StorageError
 from tests.edit_data.builders import entry, save
 
@@ -97,7 +98,7 @@ def test_only_old_leftovers_are_swept(cache: ConditioningCache) -> None:
 
 
 def make(folder: Path, *sources: str, instruction: str = "x") -> Sample:
-    return Sample("a", folder, sources, instruction, "t.png", line=1)
+    return Sample("a", LocalPlace(folder), sources, instruction, "t.png", line=1)
 
 
 def test_the_key_follows_contents_order_instruction_and_fingerprint(tmp_path: Path, cache: ConditioningCache) -> None:

@@ -27,6 +27,7 @@ from qwen_edit_zero.edit_data.batches.loader import BatchLoader
 from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
 from qwen_edit_zero.edit_data.cache.store import CachedSample, ConditioningCache
 from qwen_edit_zero.edit_data.manifests.manifest import Sample
+from qwen_edit_zero.edit_data.storage.local import LocalPlace
 from qwen_edit_zero.edit_model.attention import resolve_attention
 from qwen_edit_zero.edit_model.transformer import build_transformer
 from qwen_edit_zero.engines.base import StepResult
@@ -297,7 +298,7 @@ def loader_pins_batches(device: torch.device) -> list[Finding]:
         entries = {f"{i:032x}": _entry(i) for i in range(4)}
         for key, entry in entries.items():
             cache.put(key, entry)
-        samples = [Sample(str(i), Path(name), ("reference.png",), "edit", "target.png") for i in range(4)]
+        samples = [Sample(str(i), LocalPlace(Path(name)), ("reference.png",), "edit", "target.png") for i in range(4)]
         bucket = Bucket(target=(64, 64), references=((64, 64),))
         schedule = SampleSchedule([bucket] * 4, seed=0, global_size=2)
         wrong = 0

@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 from qwen_edit_zero.edit_data.manifests.manifest import Refusal, Sample
 from qwen_edit_zero.edit_data.pictures.decode import picture_size
+from qwen_edit_zero.edit_data.storage.files import PictureFile
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError
 
 MULTIPLE = 32  # sides of a prepared picture: 8 by the VAE, 2 by the packing of latents, 2 to spare as in the pipeline
 VAE_SCALE = 8
+
+SizeOf = Callable[[PictureFile], tuple[int, int]]
 
 
 class Bucket(NamedTuple):
@@ -60,7 +62,7 @@ def prepared_size(width: int, height: int, *, area: int) -> tuple[int, int]:
     return round(wanted_height / MULTIPLE) * MULTIPLE, round(wanted_width / MULTIPLE) * MULTIPLE
 
 
-def bucket_of(sample: Sample, *, vae_area: int, size_of: Callable[[Path], tuple[int, int]] = picture_size) -> Bucket:
+def bucket_of(sample: Sample, *, vae_area: int, size_of: SizeOf = picture_size) -> Bucket:
     """The bucket of a sample, from its pictures' headers.
 
     Args:
@@ -71,17 +73,17 @@ def bucket_of(sample: Sample, *, vae_area: int, size_of: Callable[[Path], tuple[
         DataError: a header cannot be read, or the picture is so long that it would be resized to nothing.
     """
 
-    def prepared(path: Path) -> tuple[int, int]:
-        width, height = size_of(path)
+    def prepared(file: PictureFile) -> tuple[int, int]:
+        width, height = size_of(file)
         size = prepared_size(width, height, area=vae_area)
         if 0 in size:
             raise DataError(
-                f"picture {shown(path)}: it is {width} x {height} pixels, so long that at an area of {vae_area:,} "
+                f"picture {shown(file.name)}: it is {width} x {height} pixels, so long that at an area of {vae_area:,} "
                 f"pixels (data.vae_area) it would be resized to {size[1]} x {size[0]}; crop it"
             )
         return size
 
-    return Bucket(prepared(sample.target), tuple(prepared(path) for path in sample.sources))
+    return Bucket(prepared(sample.target), tuple(prepared(file) for file in sample.sources))
 
 
 def assign_buckets(samples: Sequence[Sample], *, vae_area: int, threads: int = 8) -> Bucketed:

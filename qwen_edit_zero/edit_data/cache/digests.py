@@ -4,43 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from qwen_edit_zero.edit_data.wording import shown
-from qwen_edit_zero.errors import DataError
-
-_Status = tuple[int, int, int, int]
-_TOO_YOUNG_NS = 2_000_000_000  # a file this young may change again without its time stamps showing it
+from qwen_edit_zero.edit_data.pictures.decode import MAX_BYTES
+from qwen_edit_zero.edit_data.storage.files import PictureFile, as_file
 
 
-def content_digest(path: Path) -> str:
+def content_digest(file: PictureFile | Path) -> str:
     """32 hex digits of BLAKE2b over the bytes of a file. Raises DataError if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    except OSError as error:
-        raise DataError(f"picture {shown(path)}: it cannot be read ({error.strerror or error})") from error
+    return hashlib.blake2b(as_file(file).read(MAX_BYTES), digest_size=16).hexdigest()
 
 
 class DigestMemo:
     """Digests kept in a folder of append-only files, one a writer; reading takes all files into account.
 
-    A digest counts as long as size, inode, modification and change time of its file stay what they were.
+    A digest counts as long as the stamp of its file stays what it was.
 
     Args:
         folder: where the files lie; made if missing. A folder that cannot be written makes this a plain computation.
         writer: name of this process's file, unique among those that write at the same time.
-        wanted: only digests of these paths are held in memory.
+        wanted: only digests of these files are held in memory.
     """
 
-    def __init__(self, folder: Path, *, writer: str, wanted: Iterable[Path]) -> None:
-        self._known: dict[str, tuple[_Status, str]] = {}
-        names = {os.path.abspath(path) for path in wanted}
+    def __init__(self, folder: Path, *, writer: str, wanted: Iterable[PictureFile | Path]) -> None:
+        self._known: dict[str, tuple[tuple[int, str], str]] = {}
+        names = {as_file(file).location for file in wanted}
         for file in sorted(folder.glob("*.jsonl")):
             self._load(file, names)
         self._file: TextIO | None = None
@@ -59,18 +50,16 @@ class DigestMemo:
         if self._file:
             self._file.close()
 
-    def digest(self, path: Path) -> str:
+    def digest(self, file: PictureFile | Path) -> str:
         """As `content_digest`, without reading the file if it is unchanged. May be called from several threads."""
-        name = os.path.abspath(path)
-        try:
-            before = _status(name)
-        except OSError as error:
-            raise DataError(f"picture {shown(path)}: it cannot be read ({error.strerror or error})") from error
+        file = as_file(file)
+        name, stamp = file.location, file.stamp()
+        before = (stamp.size, stamp.version)
         known = self._known.get(name)
         if known and known[0] == before:
             return known[1]
-        digest = content_digest(path)
-        if self._file and time.time_ns() - max(before[2], before[3]) > _TOO_YOUNG_NS:
+        digest = content_digest(file)
+        if self._file and stamp.is_settled():
             self._known[name] = (before, digest)
             self._file.write(json.dumps([name, *before, digest]) + "\n")
         return digest
@@ -79,13 +68,8 @@ class DigestMemo:
         with file.open(encoding="utf-8", errors="surrogateescape") as lines:
             for line in lines:
                 try:
-                    name, size, inode, modified, changed, digest = json.loads(line)
+                    name, size, version, digest = json.loads(line)
                 except ValueError:
                     continue  # the line a dying process was writing
                 if name in wanted:
-                    self._known[name] = ((size, inode, modified, changed), digest)
-
-
-def _status(name: str) -> _Status:
-    status = os.stat(name)
-    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+                    self._known[name] = ((size, version), digest)

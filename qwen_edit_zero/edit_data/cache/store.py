@@ -20,6 +20,7 @@ import xxhash
 from qwen_edit_zero.edit_data.cache.digests import content_digest
 from qwen_edit_zero.edit_data.manifests.manifest import Sample
 from qwen_edit_zero.edit_data.pictures.decode import RULES_VERSION
+from qwen_edit_zero.edit_data.storage.files import PictureFile
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError, StorageError
 
@@ -70,7 +71,7 @@ class ConditioningCache:
         self.folder = folder
         self.fingerprint = fingerprint
 
-    def key(self, sample: Sample, *, digest_of: Callable[[Path], str] = content_digest) -> str:
+    def key(self, sample: Sample, *, digest_of: Callable[[PictureFile], str] = content_digest) -> str:
         """32 hex digits over the contents of the sample's pictures in order, its instruction and the fingerprint.
 
         Raises:

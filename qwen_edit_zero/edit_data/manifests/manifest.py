@@ -13,6 +13,8 @@ from typing import Literal
 
 from qwen_edit_zero.edit_data.manifests.names import NameRules, RowError
 from qwen_edit_zero.edit_data.manifests.rows import Row, parse_row
+from qwen_edit_zero.edit_data.storage.files import PictureFile, Place
+from qwen_edit_zero.edit_data.storage.local import LocalPlace
 from qwen_edit_zero.edit_data.wording import nearest, shown, why_missing
 from qwen_edit_zero.errors import DataError
 
@@ -28,7 +30,7 @@ class Sample:
 
     Attributes:
         id: unique in its manifest; noise and sigma are drawn from it.
-        root: folder that the names are relative to.
+        place: what the names are relative to.
         source_names: 1 to 3 reference pictures as written in the manifest, normalised, order kept.
         instruction: what to do, verbatim.
         target_name: the wanted picture.
@@ -38,7 +40,7 @@ class Sample:
     """
 
     id: str
-    root: Path
+    place: Place
     source_names: tuple[str, ...]
     instruction: str
     target_name: str
@@ -47,14 +49,14 @@ class Sample:
     line: int = 0
 
     @property
-    def sources(self) -> tuple[Path, ...]:
-        """Paths of the reference pictures, in order."""
-        return tuple(self.root / name for name in self.source_names)
+    def sources(self) -> tuple[PictureFile, ...]:
+        """The reference pictures, in order."""
+        return tuple(self.place.file(name) for name in self.source_names)
 
     @property
-    def target(self) -> Path:
-        """Path of the wanted picture."""
-        return self.root / self.target_name
+    def target(self) -> PictureFile:
+        """The wanted picture."""
+        return self.place.file(self.target_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ def read_manifest(path: Path, *, max_references: int = 3, on_error: OnError = "s
         DataError: the file cannot be read, is not UTF-8 JSONL, has wrong rows (under "stop"), or has no usable row.
     """
     root = path.parent
+    place = LocalPlace(root)
     samples: list[Sample] = []
     refused: list[Refusal] = []
     line_of: dict[str, int] = {}
@@ -115,7 +118,7 @@ def read_manifest(path: Path, *, max_references: int = 3, on_error: OnError = "s
             continue
         line_of[sample_id] = line
         samples.append(
-            Sample(sample_id, root, row.sources, row.instruction, row.target, row.category, row.weight, line)
+            Sample(sample_id, place, row.sources, row.instruction, row.target, row.category, row.weight, line)
         )
     if refused and on_error == "stop":
         raise DataError(f"manifest {shown(path)}: {_listed(refused)}\n{_SKIP_HINT}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import stat
+import os
 from pathlib import Path
 from typing import BinaryIO
 
@@ -11,8 +11,9 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 
 from qwen_edit_zero.edit_data.pictures.colour import to_srgb
 from qwen_edit_zero.edit_data.pictures.png import scan_png
-from qwen_edit_zero.edit_data.wording import shown
-from qwen_edit_zero.errors import DataError
+from qwen_edit_zero.edit_data.storage.files import PictureFile, as_file, check_limit, refusal
+from qwen_edit_zero.edit_data.storage.local import os_reason
+from qwen_edit_zero.errors import QwenEditError
 
 RULES_VERSION = 1  # raised whenever some file would decode to other pixels: it is part of every cache key
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000")
@@ -42,24 +43,26 @@ _NOT_RASTER = (
 )
 
 
-def load_picture(path: Path) -> Image.Image:
+def load_picture(file: PictureFile | Path) -> Image.Image:
     """Decode a picture completely: mode RGB, 8 bits, sRGB, upright, with no metadata left on it.
 
     Raises:
+        StorageError: the store does not answer.
         DataError: the file cannot be read, is no picture of an accepted format, is cut short or damaged, breaks a size
             limit, or shows nothing. The message names the file.
     """
     ImageFile.LOAD_TRUNCATED_IMAGES = False  # another library may have switched it on for the whole process
-    data = io.BytesIO(_read(path))
+    file = as_file(file)
+    data = io.BytesIO(file.read(MAX_BYTES))
     try:
-        with _open(data, path) as image:
+        with _open(data, file.name) as image:
             turn = _turn(image, data, verify=True)
             image.load()
             rgb = to_srgb(image)
-    except DataError:
+    except QwenEditError:
         raise
     except Exception as error:  # decoders raise whatever they like on damaged input
-        raise _refusal(path, f"it cannot be decoded: {_first_line(error)}") from error
+        raise refusal(file.name, f"it cannot be decoded: {_first_line(error)}") from error
     if turn is not None:
         rgb = rgb.transpose(turn)
     elif rgb is image:
@@ -68,58 +71,41 @@ def load_picture(path: Path) -> Image.Image:
     return rgb
 
 
-def picture_size(path: Path) -> tuple[int, int]:
+def picture_size(file: PictureFile | Path) -> tuple[int, int]:
     """(width, height) in pixels of the upright picture, from the header alone.
 
     Raises:
-        DataError: as `load_picture`, for what the header shows.
+        DataError, StorageError: as `load_picture`, for what the header shows.
     """
+    file = as_file(file)
     try:
-        _check_file(path)
-        with path.open("rb") as file, _open(file, path) as image:
+        with file.open() as stream, _open(stream, file.name) as image:
             width, height = image.size
-            turn = _turn(image, file, verify=False)
-    except DataError:
+            turn = _turn(image, stream, verify=False)
+    except QwenEditError:
         raise
     except OSError as error:
-        raise _refusal(path, _os_reason(error)) from error
+        raise refusal(file.name, os_reason(error)) from error
     except Exception as error:
-        raise _refusal(path, f"its header cannot be read: {_first_line(error)}") from error
+        raise refusal(file.name, f"its header cannot be read: {_first_line(error)}") from error
     return (height, width) if turn in _SIDES_SWAP else (width, height)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        _check_file(path)
-        return path.read_bytes()
-    except OSError as error:
-        raise _refusal(path, _os_reason(error)) from error
-
-
-def _check_file(path: Path) -> None:
-    status = path.stat()
-    if stat.S_ISDIR(status.st_mode):
-        raise _refusal(path, "it is a folder")
-    if not stat.S_ISREG(status.st_mode):
-        raise _refusal(path, "it is not a regular file")
-    if status.st_size == 0:
-        raise _refusal(path, "the file is empty (0 bytes)")
-    if status.st_size > MAX_BYTES:
-        raise _refusal(path, f"it has {status.st_size:,} bytes; the limit is {MAX_BYTES:,}")
 
 
 # Pillow would warn from half of its own limit on; ours is checked below, before any pixel is decoded.
 Image.MAX_IMAGE_PIXELS = None
 
 
-def _open(file: BinaryIO, path: Path) -> Image.Image:
+def _open(file: BinaryIO, name: str) -> Image.Image:
     """Open by content, never by file ending, and check the limits before any pixel is decoded."""
     head = file.read(256)
+    if not head:
+        raise refusal(name, "the file is empty (0 bytes)")
+    check_limit(name, file.seek(0, os.SEEK_END), MAX_BYTES)
     file.seek(0)
     try:
         image = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:
-        raise _refusal(path, _what_it_is(head)) from error
+        raise refusal(name, _what_it_is(head)) from error
     width, height = image.size
     problem = None
     if width * height > MAX_PIXELS:
@@ -130,7 +116,7 @@ def _open(file: BinaryIO, path: Path) -> Image.Image:
         problem = f"it is {width} x {height} pixels; no side may be over {MAX_ASPECT} times the other; crop it"
     if problem:
         image.close()
-        raise _refusal(path, problem)
+        raise refusal(name, problem)
     return image
 
 
@@ -162,15 +148,5 @@ def _what_it_is(head: bytes) -> str:
     return f"it is no picture of an accepted format ({', '.join(FORMATS)}), or its header is damaged"
 
 
-def _os_reason(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "there is no such file"
-    return f"it cannot be read ({error.strerror or error})"
-
-
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def _refusal(path: Path, reason: str) -> DataError:
-    return DataError(f"picture {shown(path)}: {reason}")
