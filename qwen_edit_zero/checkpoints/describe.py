@@ -10,10 +10,13 @@ from qwen_edit_zero.checkpoints.disk import bytes_text
 from qwen_edit_zero.checkpoints.foreign.describe import list_foreign, show_foreign, verify_foreign
 from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign
 from qwen_edit_zero.checkpoints.manifest import Json, StoredTensor
+from qwen_edit_zero.checkpoints.optimizer_groups import GROUPS, saved_groups, shown_names
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.validity import Progress, check_checkpoint, find_checkpoint, verify_checkpoint
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.safetensors_file import ITEM_SIZE, element_count
+
+PARAMETER_STEPS = "parameter_steps"  # among an engine's counters
 
 
 def list_checkpoints(source: Path) -> str:
@@ -77,6 +80,7 @@ def show_checkpoint(source: Path) -> str:
         dtypes = "/".join(sorted({t.dtype for t in tensors}))
         lines.append(f"{kind:<15} {len(tensors)} tensors, {count:,} elements, {dtypes}, {bytes_text(_bytes(tensors))}")
     lines += [f"run state       {name:<26} {value}" for name, value in _readable(state)]
+    lines += [f"optimizer group {group}" for group in saved_groups(state)]
     return "\n".join(lines)
 
 
@@ -95,7 +99,11 @@ def verify_text(source: Path, progress: Progress | None = None) -> tuple[str, bo
 def _readable(values: Mapping[str, Json], before: str = "") -> Iterator[tuple[str, str]]:
     """Nested values as lines: `engine.optimizer_steps` and `200`."""
     for key, value in values.items():
-        if isinstance(value, dict):
+        if key == GROUPS and not before:
+            continue
+        if key == PARAMETER_STEPS:
+            yield f"{before}{key}", f"{len(value)} parameters have done fewer steps ({shown_names([*value])})"
+        elif isinstance(value, dict):
             yield from _readable(value, f"{before}{key}.")
         elif isinstance(value, list):
             yield f"{before}{key}", ", ".join(map(str, value)) or "none"

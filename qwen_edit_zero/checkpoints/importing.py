@@ -16,8 +16,9 @@ from qwen_edit_zero.checkpoints.coordination import Coordinator
 from qwen_edit_zero.checkpoints.disk import OpenFiles
 from qwen_edit_zero.checkpoints.foreign.prefixes import resolve
 from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign, open_foreign
-from qwen_edit_zero.checkpoints.foreign.source import ForeignSource
+from qwen_edit_zero.checkpoints.foreign.source import ForeignSource, ForeignState
 from qwen_edit_zero.checkpoints.manifest import ModelReference
+from qwen_edit_zero.checkpoints.optimizer_groups import GROUPS, OptimizerGroup
 from qwen_edit_zero.checkpoints.precision import FLOATS, Bytes, convert, to_float32
 from qwen_edit_zero.checkpoints.writer import Contents, plan_save, write_save
 from qwen_edit_zero.errors import CheckpointError, ModelFolderError
@@ -83,7 +84,8 @@ def import_checkpoint(
                 "epoch": 0,
                 "samples_seen": state.samples_seen,
                 "identity": {"model_fingerprint": base.fingerprint},
-                "engine": {"optimizer_steps": state.optimizer_steps, **scale},
+                "engine": {"optimizer_steps": state.optimizer_steps, **_parameter_steps(state, plan), **scale},
+                GROUPS: [group.json() for group in _groups(state, plan)],
             },
             settings={"imported": {"path": str(state.path.absolute()), "format": state.format}},
             model=ModelReference(
@@ -98,6 +100,28 @@ def import_checkpoint(
         written = write_save(save, _data(opened, plan, count), ranks)
     say(f"the order of samples and the learning rate of step {step} are those of the recipe you go on with")
     return written
+
+
+def _parameter_steps(state: ForeignState, plan: _Plan) -> dict[str, dict[str, int]]:
+    """The counts of parameters that have done fewer steps than the others, for the engine's counters."""
+    if state.parameter_steps is None:  # one count for all
+        return {}
+    counts = {was: state.optimizer_steps for kind, was in state.tensors if kind in MOMENTS} | state.parameter_steps
+    done = {name: counts.get(was) or 0 for name, was in plan.trained.items()}
+    fewer = {name: steps for name, steps in done.items() if steps != state.optimizer_steps}
+    return {"parameter_steps": fewer} if fewer else {}
+
+
+def _groups(state: ForeignState, plan: _Plan) -> list[OptimizerGroup]:
+    """The optimizer's groups by the names here. Learning rates are told as parts of the largest."""
+    largest = max((group.lr for group in state.groups), default=0.0)
+    found = []
+    for group in state.groups:
+        members = set(group.names)
+        names = tuple(name for name, was in plan.trained.items() if was in members)
+        if names:
+            found.append(OptimizerGroup(group.weight_decay, group.lr / largest if largest else 1.0, names))
+    return found
 
 
 def _plan(source: ForeignSource, base: BaseModel, say: Callable[[str], None]) -> _Plan:

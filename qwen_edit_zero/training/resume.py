@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from qwen_edit_zero.checkpoints.manifest import load_head
+from qwen_edit_zero.checkpoints.optimizer_groups import group_changes, groups_of, saved_groups
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.validity import find_checkpoint, latest_checkpoint
 from qwen_edit_zero.cluster.collectives import from_rank_0, gather_objects
 from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.settings.models import OptimizerSettings
 
 AUTO, NONE = "auto", "none"
 
@@ -185,6 +187,14 @@ def changed_settings(reader: CheckpointReader, settings: Mapping[str, Any]) -> l
     if "imported" in there:  # another program's settings are not known
         return []
     return list(_differences(there, settings, ""))
+
+
+def changed_groups(reader: CheckpointReader, settings: OptimizerSettings) -> list[str]:
+    """One line for each option that some parameters had otherwise, where settings do not say so anyway."""
+    groups = saved_groups(reader.run_state)
+    if len(groups) == 1 and "imported" not in reader.manifest.settings:
+        return []  # a weight decay of all, which is among the settings
+    return group_changes(groups, groups_of(settings), reader.names())
 
 
 def _differences(there: Any, here: Any, name: str) -> Iterator[str]:

@@ -131,7 +131,8 @@ class _Run:
             try:
                 with opened_together(checkpoint) as reader:
                     resuming.check_identity(reader, identity, accept=self.accept_changes, say=self.say)
-                    if changed := resuming.changed_settings(reader, settings.model_dump(mode="json")):
+                    changed = resuming.changed_settings(reader, settings.model_dump(mode="json"))
+                    if changed := [*changed, *resuming.changed_groups(reader, settings.optimizer)]:
                         self.say("settings changed since the checkpoint was written:\n  " + "\n  ".join(changed))
                     if reader.step >= total_steps:
                         check_whole(reader, self.device, self.say)

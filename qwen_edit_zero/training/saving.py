@@ -23,6 +23,7 @@ from qwen_edit_zero.checkpoints.caretaker import Caretaker
 from qwen_edit_zero.checkpoints.coordination import Coordinator
 from qwen_edit_zero.checkpoints.disk import bytes_text
 from qwen_edit_zero.checkpoints.manifest import LoraReference, ModelReference
+from qwen_edit_zero.checkpoints.optimizer_groups import GROUPS, groups_of
 from qwen_edit_zero.checkpoints.placement import make_folder
 from qwen_edit_zero.checkpoints.rank_file import stream_ranges
 from qwen_edit_zero.checkpoints.retention import Retention
@@ -292,7 +293,7 @@ def checkpoint_contents(
             epoch=metrics.epoch,
             samples_seen=metrics.samples_seen,
             engine=engine.scalars(),
-        )
+        ) | {GROUPS: [group.json() for group in groups_of(settings.optimizer)]}
         return Contents(metrics.step, state, settings.model_dump(mode="json"), model, engine.name, recorded)
 
     return describe

@@ -39,9 +39,20 @@ def _losses(forward: Any, optimizer_step: Any, backward: Any, steps: range, rank
 
 
 def train_deepspeed(
-    rank: int, world: int, out: Path, stage: int, steps: int, more: int, zero: dict[str, Any], bf16: bool = False
+    rank: int,
+    world: int,
+    out: Path,
+    stage: int,
+    steps: int,
+    more: int,
+    zero: dict[str, Any],
+    bf16: bool = False,
+    second: dict[str, Any] | None = None,
 ) -> list[float]:
-    """Train `steps` steps, save with DeepSpeed's own method, and return the losses of `more` further steps."""
+    """Train `steps` steps, save with DeepSpeed's own method, and return the losses of `more` further steps.
+
+    `second` are options of the second of two optimizer groups.
+    """
     import deepspeed
 
     model = make_model(frozen=True)
@@ -55,7 +66,7 @@ def train_deepspeed(
         "bf16": {"enabled": bf16},
         "zero_allow_untested_optimizer": True,
     }
-    groups = [{"params": trained[:7]}, {"params": trained[7:]}]
+    groups = [{"params": trained[:7]}, {"params": trained[7:], **(second or {})}]
     adamw = torch.optim.AdamW(
         groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
     )

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from qwen_edit_zero.checkpoints.foreign.recognise import open_foreign
 from qwen_edit_zero.checkpoints.importing import import_checkpoint
+from qwen_edit_zero.checkpoints.optimizer_groups import OptimizerGroup, group_changes, groups_of, saved_groups
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.cli import main
 from qwen_edit_zero.edit_model.folder import open_model_folder
@@ -64,6 +66,8 @@ def test_deepspeed_runs_go_on(stage: int, world: int, zero: dict[str, Any], engi
     assert checkpoint == tmp_path / "run" / "checkpoints" / "step-00000003"
     with CheckpointReader(checkpoint) as reader:
         assert reader.run_state["engine"]["optimizer_steps"] == STEPS
+        assert "parameter_steps" not in reader.run_state["engine"]
+        assert saved_groups(reader.run_state) == (OptimizerGroup(0.1, 1.0, tuple(reader.names())),)
         assert reader.manifest.engine.startswith("DeepSpeed ")
         assert "transformer.img_in.weight" in reader.manifest.model.frozen
     _check(losses, engine, checkpoint)
@@ -87,7 +91,35 @@ def test_fsdp2_runs_go_on(style: str, engine: str, tmp_path: Path) -> None:
     said: list[str] = []
     checkpoint = _imported(source, tmp_path, said)
     assert any("never had a gradient and get moments of zero: " in line for line in said)
+    with CheckpointReader(checkpoint) as reader:
+        counts = reader.run_state["engine"]
+        assert counts["optimizer_steps"] == STEPS
+        assert counts["parameter_steps"] == dict.fromkeys(counts["parameter_steps"], 0)
+        assert "unused" in counts["parameter_steps"]
+        assert "before.weight" not in counts["parameter_steps"]
+        (group,) = saved_groups(reader.run_state)
+        assert (group.weight_decay, set(group.parameters or ())) == (0.1, set(reader.names()))
     _check(losses, engine, checkpoint)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_groups_of_the_optimizer_are_known_and_changes_are_told(stage: int, tmp_path: Path) -> None:
+    zero = {"sub_group_size": 3000} if stage == 3 else {}
+    second = {"weight_decay": 0.0, "lr": problem.OPTIMIZER.lr / 4}
+    run_ranks(foreign_runs.train_deepspeed, 2, tmp_path / "ds", stage, 0, 0, zero, False, second)
+    state = open_foreign(tmp_path / "ds")
+    trained = [n for n, p in foreign_runs.make_model(frozen=True).named_parameters() if p.requires_grad]
+    assert {(g.weight_decay, g.lr): set(g.names) for g in state.groups} == {
+        (0.1, problem.OPTIMIZER.lr): set(trained[:7]), (0.0, problem.OPTIMIZER.lr / 4): set(trained[7:])
+    }  # fmt: skip
+    there = [OptimizerGroup(0.1, 1.0, tuple(trained[:7])), OptimizerGroup(0.0, 0.25, tuple(trained[7:]))]
+    told = group_changes(there, groups_of(problem.OPTIMIZER), trained)
+    shown = f"of {len(trained) - 7} parameters ({', '.join(trained[7:10])} ...): "
+    assert told == [
+        f"optimizer.weight_decay {shown}0 there, 0.1 here",
+        f"learning rate, times that of the schedule, {shown}0.25 there, 1 here",
+    ]
+    assert group_changes((), groups_of(problem.OPTIMIZER), trained) == []
 
 
 def test_numbered_optimizer_state_with_frozen_parameters_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from qwen_edit_zero.checkpoints.foreign.dcp_metadata import METADATA, DcpMetadata, Entry, read_metadata
 from qwen_edit_zero.checkpoints.foreign.prefixes import clean
-from qwen_edit_zero.checkpoints.foreign.source import ForeignSource, ForeignState, ForeignTensor
+from qwen_edit_zero.checkpoints.foreign.source import ForeignGroup, ForeignSource, ForeignState, ForeignTensor
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM
 from qwen_edit_zero.safetensors_file import element_count
@@ -24,6 +24,7 @@ _GROUPS = re.compile(r"(?:optim\w*\.)?param_groups")
 _OPTIMIZER = re.compile(r"(optim\w*)\.|state\.|param_groups")
 _OTHER = re.compile(r"(train_state|trainer_state|dataloader|lr_scheduler|scheduler|rng|rng_state|random_state)\w*\.")
 _GLOBAL_STEP = re.compile(r"(?:\w+\.)*(?:train_state\.step|trainer_state\.step|global_step|step)")
+_OPTIONS = ("weight_decay", "lr")
 STEP = "step"
 
 
@@ -71,6 +72,7 @@ def open_dcp(path: Path) -> ForeignState:
         else:
             _add(state, entries[key], name, kind)
     _check_moments(state)
+    state.groups = _options(saved, names)
     state.optimizer_steps = _steps(state, steps)
     state.step = _global_step(saved, entries)
     if state.step is None:
@@ -113,6 +115,30 @@ def _groups(saved: Sequence[DcpMetadata]) -> list[str | int]:
             return listed
     keys = (key for metadata in saved for key in (*metadata.paths, *metadata.tensors, *metadata.objects))
     return list(dict.fromkeys(found[1] for key in keys if (found := _GROUP.fullmatch(key)) and not found[1].isdigit()))
+
+
+def _options(saved: Sequence[DcpMetadata], names: Mapping[str, str]) -> tuple[ForeignGroup, ...]:
+    """Weight decay and learning rate of the optimizer's groups; nothing unless they are told of all.
+
+    `names` leads from what the groups list to parameters. Groups are stored as one list, or each option by itself, of
+    groups by number or of every parameter by name.
+    """
+    stored: dict[str, dict[str, Any]] = {}
+    for metadata in saved:
+        for key, stretch in metadata.objects.items():
+            if _GROUPS.fullmatch(key) and isinstance(value := stretch.open().value, list):
+                stored |= {str(number): dict(group) for number, group in enumerate(value)}
+            elif (found := _GROUP.fullmatch(key)) and found[2] in (*_OPTIONS, "params", "param_names"):
+                stored.setdefault(found[1], {})[found[2]] = stretch.open().value
+    members: dict[tuple[float, float], list[str]] = {}
+    for label, group in stored.items():
+        listed = group.get("param_names") or group.get("params")
+        decay, lr = (group.get(option) for option in _OPTIONS)
+        if not (isinstance(decay, int | float) and isinstance(lr, int | float)):
+            return ()
+        known = [names[str(member)] for member in ([label] if listed is None else listed) if str(member) in names]
+        members.setdefault((float(decay), float(lr)), []).extend(known)
+    return tuple(ForeignGroup(decay, lr, tuple(known)) for (decay, lr), known in members.items() if known)
 
 
 def _moment_names(state: ForeignState, labels: set[str], groups: Sequence[str | int]) -> dict[str, str]:
@@ -160,16 +186,20 @@ def _check_moments(state: ForeignState) -> None:
 
 
 def _steps(state: ForeignState, entries: Mapping[str, Entry]) -> int | None:
+    """The optimizer's count, after noting each parameter's own."""
+    if not entries:
+        return None
+    state.parameter_steps = {name: _number(entry) for name, entry in entries.items()}
     found: dict[int, str] = {}
-    for name, entry in entries.items():
-        found.setdefault(_number(entry), name)
+    for name, steps in state.parameter_steps.items():
+        found.setdefault(steps, name)
     if len(found) > 1:
         told = ", ".join(f"{steps} for {name}" for steps, name in sorted(found.items())[:4])
         state.notes.append(
-            f"its optimizer counts different steps ({told}); the largest is taken. Parameters with fewer had no "
-            "gradient in some steps"
+            f"its optimizer counts different steps ({told}): parameters with fewer had no gradient in some steps. Each "
+            "goes on from its own count, and the learning rate from the largest"
         )
-    return max(found, default=None)
+    return max(found)
 
 
 def _number(entry: Entry) -> int:

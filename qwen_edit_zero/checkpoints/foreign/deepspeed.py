@@ -19,7 +19,7 @@ from qwen_edit_zero.checkpoints.foreign.deepspeed_folder import DeepSpeedFiles, 
 from qwen_edit_zero.checkpoints.foreign.deepspeed_optimizer import RankState, read_rank_states
 from qwen_edit_zero.checkpoints.foreign.pickles import PickledTensor
 from qwen_edit_zero.checkpoints.foreign.reading import BlockReader
-from qwen_edit_zero.checkpoints.foreign.source import ForeignState, ForeignTensor
+from qwen_edit_zero.checkpoints.foreign.source import ForeignGroup, ForeignState, ForeignTensor
 from qwen_edit_zero.checkpoints.foreign.torch_files import TorchFile
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM
@@ -53,6 +53,7 @@ def open_deepspeed(path: Path) -> ForeignState:
         files=tuple(f.path for f in (*files.models, *files.optims)),
     )
     shapes = [{str(n): tuple(s) for n, s in group.items()} for group in model["param_shapes"]]
+    state.groups = _groups(ranks[0], shapes)
     if files.stage == 3:
         _add_partitioned(state, files, ranks, shapes)
     else:
@@ -61,6 +62,16 @@ def open_deepspeed(path: Path) -> ForeignState:
     _add_buffers(state, files)
     _note_the_unsaid(state, files)
     return state
+
+
+def _groups(rank: RankState, shapes: Sequence[Mapping[str, Shape]]) -> tuple[ForeignGroup, ...]:
+    """Flat tensors with the same options are one group. The shapes are told flat tensor by flat tensor."""
+    if len(rank.options) != len(shapes):
+        return ()
+    found: dict[tuple[float, float], list[str]] = {}
+    for options, names in zip(rank.options, shapes, strict=True):
+        found.setdefault(options, []).extend(names)
+    return tuple(ForeignGroup(decay, lr, tuple(names)) for (decay, lr), names in found.items())
 
 
 def _count(value: Any) -> int | None:

@@ -21,13 +21,17 @@ _NUMPY = {"F32": np.float32, "F64": np.float64, "I64": np.int64, "I32": np.int32
 
 @dataclass(frozen=True)
 class RankState:
-    """A rank's share: `flats` and each of `moments` have one flat tensor a group (ZeRO-3: a sub-group)."""
+    """A rank's share: `flats` and each of `moments` have one flat tensor a group (ZeRO-3: a sub-group).
+
+    `options` are weight decay and learning rate of each flat tensor; empty if they are not told.
+    """
 
     file: TorchFile
     flats: tuple[PickledTensor, ...]
     moments: Mapping[str, tuple[PickledTensor, ...]] = field(default_factory=dict)
     steps: int | None = None
     loss_scale: float | None = None
+    options: tuple[tuple[float, float], ...] = ()
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -70,7 +74,18 @@ def _read(files: DeepSpeedFiles, rank: int, reader: BlockReader) -> RankState:
         )
     inner = saved.get("optimizer_state_dict" if files.stage == 3 else "base_optimizer_state")
     moments, steps = _moments(file, rank, inner, len(flats), reader)
-    return RankState(file, tuple(flats), moments, steps, _loss_scale(saved))
+    return RankState(file, tuple(flats), moments, steps, _loss_scale(saved), _options(inner, len(flats)))
+
+
+def _options(inner: Any, flats: int) -> tuple[tuple[float, float], ...]:
+    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
+    found = [
+        (group.get("weight_decay"), group.get("lr"))
+        for group in groups or ()
+        for _ in group["params"]  # flat tensors, in their order
+    ]
+    told = all(isinstance(value, int | float) for pair in found for value in pair)
+    return tuple((float(decay), float(lr)) for decay, lr in found) if told and len(found) == flats else ()
 
 
 def _moments(

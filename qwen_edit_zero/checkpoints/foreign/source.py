@@ -52,6 +52,15 @@ class ForeignTensor:
         return element_count(self.shape) * ITEM_SIZE[self.dtype]
 
 
+@dataclass(frozen=True)
+class ForeignGroup:
+    """A group of the optimizer: its options when it was saved, and the parameters in it, as the program calls them."""
+
+    weight_decay: float
+    lr: float
+    names: tuple[str, ...]
+
+
 @dataclass
 class ForeignState:
     """What a folder of another program holds, apart from the numbers.
@@ -62,6 +71,8 @@ class ForeignState:
         world_size: ranks that wrote it.
         step: optimizer steps done, None if the format does not tell.
         optimizer_steps: AdamW's own count, which skipped steps do not raise; None without optimizer state.
+        parameter_steps: the same for each parameter, where the format tells: those without have done none.
+        groups: the optimizer's; empty where the format does not tell.
         samples_seen: None if the format does not tell.
         loss_scale: of fp16 training, else None.
         tensors: by (kind, name).
@@ -75,6 +86,8 @@ class ForeignState:
     world_size: int
     step: int | None = None
     optimizer_steps: int | None = None
+    parameter_steps: dict[str, int] | None = None
+    groups: tuple[ForeignGroup, ...] = ()
     samples_seen: int | None = None
     loss_scale: float | None = None
     tensors: dict[tuple[str, str], ForeignTensor] = field(default_factory=dict)
