@@ -136,6 +136,21 @@ def contradictions(claims: list[Claim], settings: Settings, sources: dict[str, s
     return lines
 
 
+def frozen_problem(json_layer: Layer, settings: Settings, sources: dict[str, str]) -> str | None:
+    """Why frozen parameters cannot be on NVMe: DeepSpeed writes them there after an update, which they never have."""
+    place = ("zero_optimization", "offload_param", "device")
+    model = settings.model
+    frozen_by = "model.lora" if model.lora is not None else "model.freeze" if model.freeze else None
+    if frozen_by is None or not json_layer.has(place) or json_layer.get(place) != "nvme":
+        return None
+    said = next((at for name, at in sources.items() if name.startswith(frozen_by)), "default")
+    return (
+        f"{frozen_by} ({said}) freezes parameters, and zero_optimization.offload_param.device is nvme "
+        f"({json_layer.place(place)}): DeepSpeed writes to NVMe what it has updated, so that frozen parameters would "
+        "have no values there; use cpu, or train everything"
+    )
+
+
 def accumulation_problem(
     json_layer: Layer, settings: Settings, sources: dict[str, str], world_size: int | None
 ) -> str | None:

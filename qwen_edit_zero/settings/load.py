@@ -91,10 +91,12 @@ def load_settings(
     settings, sources = _validated(stated)
     problems = deepspeed_config.contradictions(claims, settings, sources)
     problems += cross_field_problems(settings, sources)
-    if json_layer is not None and (
-        problem := deepspeed_config.accumulation_problem(json_layer, settings, sources, world_size)
-    ):
-        problems.append(problem)
+    if json_layer is not None:
+        found = (
+            deepspeed_config.frozen_problem(json_layer, settings, sources),
+            deepspeed_config.accumulation_problem(json_layer, settings, sources, world_size),
+        )
+        problems += [problem for problem in found if problem is not None]
     raise_listed(problems, "settings")
     if world_size is not None:
         raise_listed(world_problems(settings, sources, world_size), "settings")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,18 @@ from tests.settings.loading import load, message
 )
 def test_contradictions_are_found_with_both_places(tmp_path: Path, overrides: list[str], words: str) -> None:
     assert words in message(tmp_path, overrides=overrides)
+
+
+@pytest.mark.parametrize("override", ["model.lora.rank=8", "model.freeze=[proj_out.*]"])
+def test_frozen_parameters_on_nvme_are_refused_before_anything_is_built(tmp_path: Path, override: str) -> None:
+    zero: dict[str, Any] = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local"}}
+    ds = {"train_batch_size": "auto", "zero_optimization": zero}
+    text = message(tmp_path, ds=ds, overrides=[override])
+    assert override.split("=")[0].removesuffix(".rank") in text
+    assert "offload_param.device is nvme (d.json" in text
+    load(tmp_path, ds=ds)
+    zero["offload_param"] = {"device": "cpu"}
+    load(tmp_path, ds=ds, overrides=[override])
 
 
 def test_several_contradictions_are_listed_together(tmp_path: Path) -> None:
