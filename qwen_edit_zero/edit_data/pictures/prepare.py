@@ -7,6 +7,7 @@ pixels, so that pictures of one frame and different sizes stay aligned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,13 @@ class Preparation:
 
     def apply(self, picture: Image.Image) -> Image.Image:
         """The prepared picture; `picture` is upright RGB and stays as it is."""
-        prepared = picture.resize(self.size, Image.Resampling.LANCZOS, box=self.box)
+        box = self.box
+        if box is not None:
+            # Pillow's filter would look at pixels beside the box; of two pictures of one frame only one may have them.
+            left, top, right, bottom = math.floor(box[0]), math.floor(box[1]), math.ceil(box[2]), math.ceil(box[3])
+            picture = picture.crop((left, top, right, bottom))
+            box = (box[0] - left, box[1] - top, box[2] - left, box[3] - top)
+        prepared = picture.resize(self.size, Image.Resampling.LANCZOS, box=box)
         if self.draw.flip:
             prepared = prepared.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         tones = self.draw.tones()
