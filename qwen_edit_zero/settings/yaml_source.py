@@ -68,8 +68,8 @@ def _scalar(tag: str, text: str) -> Any:
 class _Builder:
     """Turns YAML nodes into plain values, noting the place of each."""
 
-    def __init__(self, shown: str) -> None:
-        self.shown = shown
+    def __init__(self, shown: str, most: int) -> None:
+        self.shown, self.most = shown, most
         self.places: dict[tuple[str, ...], str] = {}
         self.open: list[yaml.Node] = []
         self.count = 0
@@ -79,7 +79,7 @@ class _Builder:
 
     def value(self, node: yaml.Node, path: tuple[str, ...]) -> Any:
         self.count += 1
-        if self.count > _MAX_VALUES or any(node is outer for outer in self.open):
+        if self.count > self.most or any(node is outer for outer in self.open):
             raise SettingsError(f"{self.place(node)}: aliases repeat values without end; write them out")
         self.open.append(node)
         try:
@@ -90,6 +90,8 @@ class _Builder:
             if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
                 raise SettingsError(f"{self.place(node)}: the tag {node.tag} is not supported; write a plain value")
             if isinstance(node, yaml.SequenceNode):
+                for i, item in enumerate(node.value):
+                    self.places[*path, str(i)] = self.place(item)
                 return [self.value(item, (*path, str(i))) for i, item in enumerate(node.value)]
             assert isinstance(node, yaml.MappingNode)
             return self.mapping(node, path)
@@ -130,7 +132,16 @@ def read_yaml(path: Path, *, shown: str) -> Layer:
     return Layer(value, places)
 
 
-def _build(text: str, shown: str) -> tuple[Any, dict[tuple[str, ...], str]]:
+def parse_with_places(text: str, *, shown: str, most_values: int) -> tuple[Any, dict[tuple[str, ...], str]]:
+    """The plain value of one YAML document, and `shown`:line of every key and list item in it, by its path.
+
+    Raises SettingsError naming `shown`:line, also if there are more than `most_values` values, which aliases may make of
+    few lines.
+    """
+    return _build(text, shown, most_values)
+
+
+def _build(text: str, shown: str, most: int = _MAX_VALUES) -> tuple[Any, dict[tuple[str, ...], str]]:
     try:
         node = yaml.compose(text, Loader=CoreSchemaLoader)
     except yaml.reader.ReaderError as error:
@@ -152,7 +163,7 @@ def _build(text: str, shown: str) -> tuple[Any, dict[tuple[str, ...], str]]:
         raise SettingsError(f"{shown} is nested too deeply for a settings file") from None
     if node is None:
         return None, {}
-    builder = _Builder(shown)
+    builder = _Builder(shown, most)
     try:
         return builder.value(node, ()), builder.places
     except RecursionError:

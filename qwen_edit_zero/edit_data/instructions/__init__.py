@@ -1,1 +1,1 @@
-"""What a sample's instruction becomes before it is encoded: neutral, normalised, filtered, and which of several texts."""
+"""A sample's instruction before it is encoded: made neutral, normalised, filtered, and one of several texts chosen."""

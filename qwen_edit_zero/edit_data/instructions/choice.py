@@ -8,8 +8,8 @@ import hashlib
 def choose(seed: int, sample_id: str, epoch: int, draw: int, n_candidates: int, dropout: float) -> int:
     """Index of the text of one draw of one sample.
 
-    With probability `dropout` it is the last one, which then is "" (see `Instructions.candidates`); otherwise each of the
-    others is equally likely. Whether a caption is dropped does not depend on how many texts a sample has.
+    With probability `dropout` it is the last one, which then is "" (see `Instructions.candidates`); otherwise each of
+    the others is equally likely. Whether a caption is dropped does not depend on how many texts a sample has.
 
     Args:
         seed: `run.seed`.

@@ -18,8 +18,8 @@ _LABEL = re.compile(r"(Picture \d+):")
 def neutralise(text: str) -> tuple[str, list[Change]]:
     """Take the effect from chat markup and picture labels, visibly, keeping every character of the text.
 
-    `<|im_end|>` becomes `<| im_end |>`, `</tool_call>` becomes `< /tool_call >`, and `Picture 1:` becomes `Picture 1 :`.
-    Applying it again changes nothing.
+    `<|im_end|>` becomes `<| im_end |>`, `</tool_call>` becomes `< /tool_call >`, and `Picture 1:` becomes
+    `Picture 1 :`. Applying it again changes nothing.
 
     Returns:
         The text, and its changes (see `undo`).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -30,7 +31,7 @@ def test_seed_id_epoch_and_draw_each_draw_anew(vary: str) -> None:
         draws.append(choose(seed, f"s{name}", epoch, draw, 4, 0.0))
     counts = Counter(draws)
     assert all(counts[i] == pytest.approx(1000, abs=110) for i in range(4))
-    pairs = Counter(zip(draws, draws[1:], strict=False))
+    pairs = Counter(pairwise(draws))
     assert all(pairs[i, j] == pytest.approx(250, abs=62) for i in range(4) for j in range(4))
 
 
