@@ -6,34 +6,77 @@ import functools
 import io
 
 import numpy as np
-from PIL import Image, ImageCms
+from PIL import Image, ImageChops, ImageCms
 
 BACKGROUND = (255, 255, 255)  # what shows through transparent pixels
 
+GREY_SAMPLES = "qwen_edit_zero: bits of a grey sample, whether 0 is white"  # a key of `Image.info`
+
+_BAND = 1 << 20  # pixels converted at once
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _PREMULTIPLIED = {"La": "LA", "RGBa": "RGBA"}
 _PROFILE_SPACE = {"RGB": "RGB", "L": "GRAY", "CMYK": "CMYK"}
 
 
-def to_srgb(image: Image.Image) -> Image.Image:
+def to_srgb(image: Image.Image, *, visible: tuple[int, int, int, int] | None = None) -> Image.Image:
     """The picture as mode RGB, 8 bits, sRGB, transparency blended on white. The image must be loaded.
+
+    Works through bands of rows, so that of large pictures there are never more than two whole copies in memory.
+
+    Args:
+        visible: (left, top, right, bottom) of what the file covers of its canvas; the rest is transparent.
 
     Raises:
         ValueError: the pixel format has no stated range or meaning, or nothing of the picture is visible.
     """
-    profile = image.info.get("icc_profile")
-    colour, alpha = _split(image)
-    rgb = _apply_profile(colour, profile)
-    if alpha is None:
-        return rgb
-    low, high = alpha.getextrema()
-    if high == 0:
+    width, height = image.size
+    rows = max(1, _BAND // width)
+    if height <= rows:
+        rgb, seen = _band_to_srgb(image)
+    else:
+        rgb, seen = Image.new("RGB", image.size), False
+        for top in range(0, height, rows):
+            band = image.crop((0, top, width, min(top + rows, height)))
+            band.info = image.info
+            converted, something = _band_to_srgb(band)
+            rgb.paste(converted, (0, top))
+            seen = seen or something
+    if not seen:
         raise ValueError(
             "it is transparent everywhere, so nothing of it is visible (of an animation only the first frame counts)"
         )
+    if visible is not None and visible != (0, 0, *image.size):
+        canvas = Image.new("RGB", rgb.size, BACKGROUND)
+        canvas.paste(rgb.crop(visible), visible)
+        return canvas
+    return rgb
+
+
+def to_grey(image: Image.Image) -> Image.Image:
+    """A mask as mode L: grey as it is, colours by luminance (ITU-R 601), transparent parts black; no colour profiles.
+
+    Raises:
+        ValueError: as `to_srgb`, or the values are labels 0 and 1 instead of black and white.
+    """
+    colour, alpha = _split(image)
+    grey = colour.convert("L")
+    if alpha is not None:
+        grey = ImageChops.multiply(grey, alpha)
+    if grey.getextrema()[1] == 1:
+        raise ValueError("its largest value is 1 of 255, as in a map of labels; in a mask what counts is white (255)")
+    return grey
+
+
+def _band_to_srgb(image: Image.Image) -> tuple[Image.Image, bool]:
+    """The converted picture, and whether anything of it is visible."""
+    colour, alpha = _split(image)
+    rgb = _apply_profile(colour, image.info.get("icc_profile"))
+    if alpha is None:
+        return rgb, True
+    low, high = alpha.getextrema()
     if low == 255:
-        return rgb
-    return Image.composite(rgb, Image.new("RGB", rgb.size, BACKGROUND), alpha)
+        return rgb, True
+    return Image.composite(rgb, Image.new("RGB", rgb.size, BACKGROUND), alpha), high != 0
 
 
 def _split(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
@@ -42,7 +85,9 @@ def _split(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     if image.mode in _SIXTEEN_BIT:
         values = np.asarray(image).astype(np.uint16)
         alpha = Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)) if isinstance(key, int) else None
-        return Image.fromarray((values >> 8).astype(np.uint8)), alpha
+        bits, inverted = image.info.get(GREY_SAMPLES, (16, False))
+        grey = (values >> (bits - 8)).astype(np.uint8)
+        return Image.fromarray(255 - grey if inverted else grey), alpha
     if image.mode in _PREMULTIPLIED:
         image = image.convert(_PREMULTIPLIED[image.mode])
     elif image.mode == "P":

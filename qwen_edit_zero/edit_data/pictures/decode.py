@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import io
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
 from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL.GifImagePlugin import GifImageFile
 
-from qwen_edit_zero.edit_data.pictures.colour import to_srgb
-from qwen_edit_zero.edit_data.pictures.png import scan_png
+from qwen_edit_zero.edit_data.pictures.colour import GREY_SAMPLES, to_grey, to_srgb
+from qwen_edit_zero.edit_data.pictures.damage import (
+    avif_transfer,
+    check_jpeg,
+    check_png,
+    check_range,
+    check_tiff,
+    grey_of_tiff,
+    scaled_key,
+)
+from qwen_edit_zero.edit_data.pictures.png import PngFacts, scan_png
+from qwen_edit_zero.edit_data.pictures.recognise import FORMATS, what_it_is
 from qwen_edit_zero.edit_data.storage.files import PictureFile, as_file, check_limit, refusal
 from qwen_edit_zero.edit_data.storage.local import os_reason
 from qwen_edit_zero.errors import QwenEditError
 
-RULES_VERSION = 1  # raised whenever some file would decode to other pixels: it is part of every cache key
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000")
+RULES_VERSION = 2  # raised whenever some file would decode to other pixels: it is part of every cache key
 MAX_BYTES = 256 * 1024**2
 MAX_PIXELS = 8192 * 8192
 MIN_SIDE = 8
 MAX_ASPECT = 200  # the limit of the vision-language model's own resizing
+
+_Convert = Callable[[Image.Image, tuple[int, int, int, int] | None], Image.Image]
 
 _ORIENTATION = 0x0112
 _TURN = {
@@ -33,14 +47,9 @@ _TURN = {
     8: Image.Transpose.ROTATE_90,
 }
 _SIDES_SWAP = frozenset(_TURN[value] for value in (5, 6, 7, 8))
-_NOT_RASTER = (
-    (b"<svg", "it is an SVG drawing, not a raster image"),
-    (b"<?xml", "it is XML (an SVG drawing?), not a raster image"),
-    (b"<!doctype html", "it is a web page, not a picture: the download failed"),
-    (b"<html", "it is a web page, not a picture: the download failed"),
-    (b"version https://git-lfs", "it is a Git LFS pointer: fetch the real file with `git lfs pull`"),
-    (b"%pdf", "it is a PDF document, not a raster image"),
-)
+
+# Pillow's warnings are about descriptions (EXIF), and do not name the file; damage of pixels is an error here.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def load_picture(file: PictureFile | Path) -> Image.Image:
@@ -51,24 +60,56 @@ def load_picture(file: PictureFile | Path) -> Image.Image:
         DataError: the file cannot be read, is no picture of an accepted format, is cut short or damaged, breaks a size
             limit, or shows nothing. The message names the file.
     """
+    return _decoded(file, lambda image, visible: to_srgb(image, visible=visible))
+
+
+def load_mask(file: PictureFile | Path) -> Image.Image:
+    """Decode a mask completely: mode L, upright; white is what counts, black and transparent what does not.
+
+    Raises:
+        DataError, StorageError: as `load_picture`, or it holds labels 0 and 1 instead of black and white.
+    """
+    return _decoded(file, lambda image, visible: to_grey(image))
+
+
+def _decoded(file: PictureFile | Path, convert: _Convert) -> Image.Image:
     ImageFile.LOAD_TRUNCATED_IMAGES = False  # another library may have switched it on for the whole process
     file = as_file(file)
-    data = io.BytesIO(file.read(MAX_BYTES))
+    content = file.read(MAX_BYTES)
     try:
-        with _open(data, file.name) as image:
-            turn = _turn(image, data, verify=True)
-            image.load()
-            rgb = to_srgb(image)
+        upright = _upright(content, file.name, convert)
     except QwenEditError:
         raise
     except Exception as error:  # decoders raise whatever they like on damaged input
         raise refusal(file.name, f"it cannot be decoded: {_first_line(error)}") from error
-    if turn is not None:
-        rgb = rgb.transpose(turn)
-    elif rgb is image:
-        rgb = rgb.copy()
-    rgb.info.clear()
-    return rgb
+    upright.info.clear()
+    return upright
+
+
+def _upright(content: bytes, name: str, convert: _Convert) -> Image.Image:
+    data = io.BytesIO(content)
+    with _open(data, name) as image:
+        visible = None
+        if isinstance(image, GifImageFile) and image.tile:
+            visible = image.tile[0].extents  # the first frame need not cover the canvas
+        facts = _png_facts(image, data, verify=True)
+        if facts is not None:
+            check_range(facts.transfer)
+        elif image.format == "AVIF":
+            check_range(avif_transfer(content))
+        turn = _turn(image, facts)
+        image.load()
+        if facts is not None:
+            check_png(data, facts, image)
+            scaled_key(image, facts)
+        elif image.format in ("JPEG", "MPO"):
+            check_jpeg(content, image.mode)
+        elif image.format == "TIFF":
+            image.info[GREY_SAMPLES] = grey_of_tiff(image)
+        converted = convert(image, visible)
+        if turn is not None:
+            return converted.transpose(turn)
+        return converted.copy() if converted is image else converted
 
 
 def picture_size(file: PictureFile | Path) -> tuple[int, int]:
@@ -81,7 +122,7 @@ def picture_size(file: PictureFile | Path) -> tuple[int, int]:
     try:
         with file.open() as stream, _open(stream, file.name) as image:
             width, height = image.size
-            turn = _turn(image, stream, verify=False)
+            turn = _turn(image, _png_facts(image, stream, verify=False))
     except QwenEditError:
         raise
     except OSError as error:
@@ -105,7 +146,12 @@ def _open(file: BinaryIO, name: str) -> Image.Image:
     try:
         image = Image.open(file, formats=FORMATS)
     except UnidentifiedImageError as error:
-        raise refusal(name, _what_it_is(head)) from error
+        raise refusal(name, what_it_is(head)) from error
+    try:
+        check_tiff(image)
+    except ValueError as error:
+        image.close()
+        raise refusal(name, str(error)) from error
     width, height = image.size
     problem = None
     if width * height > MAX_PIXELS:
@@ -120,16 +166,21 @@ def _open(file: BinaryIO, name: str) -> Image.Image:
     return image
 
 
-def _turn(image: Image.Image, file: BinaryIO, *, verify: bool) -> Image.Transpose | None:
-    """How stored pixels must be turned, from EXIF; what EXIF has no sense for is upright. Checks a PNG's checksums."""
+def _png_facts(image: Image.Image, file: BinaryIO, *, verify: bool) -> PngFacts | None:
+    """What the chunks say if it is a PNG; leaves the file where it was."""
+    if image.format != "PNG":
+        return None
+    position = file.tell()
+    facts = scan_png(file, verify=verify)
+    file.seek(position)
+    return facts
+
+
+def _turn(image: Image.Image, facts: PngFacts | None) -> Image.Transpose | None:
+    """How stored pixels must be turned, from EXIF; what EXIF has no sense for is upright."""
     if image.format == "TIFF":
         return None  # Pillow turns TIFF pixels itself, and gives the upright size
-    raw = image.info.get("exif")
-    if image.format == "PNG":
-        position = file.tell()
-        late = scan_png(file, verify=verify)
-        file.seek(position)
-        raw = raw or late
+    raw = image.info.get("exif") or (facts.exif if facts is not None else None)
     if not raw:
         return None
     try:
@@ -138,14 +189,6 @@ def _turn(image: Image.Image, file: BinaryIO, *, verify: bool) -> Image.Transpos
         return _TURN.get(exif.get(_ORIENTATION, 1))
     except Exception:  # the pixels are fine, only their description is not
         return None
-
-
-def _what_it_is(head: bytes) -> str:
-    text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    for start, reason in _NOT_RASTER:
-        if text.startswith(start):
-            return reason
-    return f"it is no picture of an accepted format ({', '.join(FORMATS)}), or its header is damaged"
 
 
 def _first_line(error: BaseException) -> str:
