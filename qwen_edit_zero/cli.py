@@ -145,7 +145,7 @@ def _write_model(parsed: Namespace) -> Path:
             parsed.checkpoint,
             parsed.out,
             dtype=parsed.dtype or "bf16",
-            open_model=open_model_folder,
+            open_model=lambda path: open_model_folder(path, without_weights=True),
             base_model=parsed.base,
             weights=parsed.weights,
             fill=parsed.fill,

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 PARAM = "param"  # the kind of a weight; optimizer moments use the optimizer's own names ("exp_avg", "exp_avg_sq")
+EMA = "ema"  # of the running average of a trained weight
+FROZEN = "frozen"  # of a weight that does not train
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from qwen_edit_zero.checkpoints.consolidate import Dtype, Weights, choose_checkpoint
 from qwen_edit_zero.checkpoints.consolidation_folder import claim
-from qwen_edit_zero.checkpoints.consolidation_plan import EMA, require_kind
+from qwen_edit_zero.checkpoints.consolidation_plan import require_kind
 from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign
 from qwen_edit_zero.checkpoints.manifest import LoraReference
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.errors import CheckpointError
-from qwen_edit_zero.flat_state import PARAM
+from qwen_edit_zero.flat_state import EMA, PARAM
 
 if TYPE_CHECKING:
     import torch

@@ -14,14 +14,15 @@ from qwen_edit_zero.checkpoints.consolidation_folder import OutFolder, claim, wr
 from qwen_edit_zero.checkpoints.consolidation_foreign import plan_foreign
 from qwen_edit_zero.checkpoints.consolidation_journal import Journal, identity_of
 from qwen_edit_zero.checkpoints.consolidation_output import WEIGHTS, OutputTensor, index_of, lay_out
-from qwen_edit_zero.checkpoints.consolidation_plan import EMA, FilesOfThreads, Sources, plan_tensors
+from qwen_edit_zero.checkpoints.consolidation_plan import FilesOfThreads, Sources, plan_tensors
 from qwen_edit_zero.checkpoints.consolidation_writer import Progress, default_threads, write_files
 from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign, open_foreign
 from qwen_edit_zero.checkpoints.foreign.source import ForeignSource
+from qwen_edit_zero.checkpoints.manifest import ModelReference
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.validity import find_checkpoint
-from qwen_edit_zero.errors import CheckpointError
-from qwen_edit_zero.flat_state import PARAM
+from qwen_edit_zero.errors import CheckpointError, ModelFolderError
+from qwen_edit_zero.flat_state import EMA, PARAM
 
 SHARD_BYTES = 10 * 10**9  # the default of diffusers
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
@@ -48,9 +49,9 @@ def consolidate(
 ) -> Path:
     """Write the trained model in diffusers layout; the folder appears whole or not at all.
 
-    Everything read is compared with its checksum. Of our own checkpoints, frozen parameters come from the base model
-    and adapters are merged into it. DeepSpeed and DCP folders are recognised by what is in them; they have no base
-    model of their own: without `base_model`, their weights alone are written.
+    Everything read is compared with its checksum. Of our own checkpoints, frozen parameters come from the base model,
+    unless the checkpoint has them, and adapters are merged. DeepSpeed and DCP folders are recognised by what is in
+    them; they have no base model of their own: without `base_model`, their weights alone are written.
 
     Args:
         source: a checkpoint folder, or a run (or its `checkpoints` folder): then its newest valid checkpoint; or a
@@ -84,12 +85,12 @@ def consolidate(
     checkpoint = choose_checkpoint(source, say)
     with claim(out, checkpoint, overwrite=overwrite, say=say) as folder, CheckpointReader(checkpoint) as reader:
         manifest = reader.manifest
-        base = open_model(str(base_model) if base_model else manifest.model.path)
+        base = _open_base(manifest.model, base_model, components, open_model)
         sources = Sources(reader)
         kind = EMA if weights == "ema" else PARAM
         try:
             job = _Job(
-                source=f"{manifest.save_id} {kind} {base.fingerprint}",
+                source=f"{manifest.save_id} {kind} {manifest.model.fingerprint}",
                 tensors=plan_tensors(reader, base, DTYPES[dtype], sources, kind=kind),
                 base=base,
                 config=manifest.model.config,
@@ -107,6 +108,21 @@ def consolidate(
         finally:
             sources.close()
     return out
+
+
+def _open_base(
+    model: ModelReference, base_model: Path | None, components: Components, open_model: OpenModel
+) -> BaseModel | None:
+    """The model trained from; None if nothing of it is needed."""
+    if model.all_stored and base_model is None and components == "none":
+        return None
+    try:
+        return open_model(str(base_model) if base_model else model.path)
+    except ModelFolderError as error:
+        if not model.all_stored:
+            raise
+        hint = "The checkpoint has all weights of the transformer: with --components none they are written alone"
+        raise ModelFolderError(f"{error}. {hint}") from None
 
 
 def choose_checkpoint(source: Path, say: Callable[[str], None]) -> Path:
@@ -173,7 +189,10 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Job:
-    """What to write. `source` identifies it; `finish` compares checksums at the end."""
+    """What to write: the transformer of a model folder if there is a `config`, else weights alone.
+
+    `source` identifies it; `finish` compares checksums at the end.
+    """
 
     source: str
     tensors: Sequence[OutputTensor]
@@ -188,7 +207,7 @@ def _silent(done: int, total: int) -> None:
 
 
 def _write_folder(job: _Job, folder: OutFolder, options: _Options) -> None:
-    weights = folder.partial / "transformer" if job.base else folder.partial
+    weights = folder.partial if job.config is None else folder.partial / "transformer"
     files = lay_out(job.tensors, options.shard_bytes)
     identity = identity_of(job.source, files)
     brought = plan_components(job.base.path, folder.path.parent, options.components) if job.base else []
@@ -204,8 +223,7 @@ def _write_folder(job: _Job, folder: OutFolder, options: _Options) -> None:
         folder.keep_after_failure = True
         if len(files) > 1:
             write_json(weights / f"{WEIGHTS}.safetensors.index.json", index_of(files))
-        if job.base is not None:
-            config = {"_class_name": "QwenImageTransformer2DModel", **(job.config or {})}
-            write_json(weights / "config.json", config)
+        if job.config is not None:
+            write_json(weights / "config.json", {"_class_name": "QwenImageTransformer2DModel", **job.config})
             add_components(brought, folder.partial)
         folder.finish({**job.provenance, "dtype": options.dtype}, journal.path)

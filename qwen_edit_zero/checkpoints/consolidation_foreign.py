@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
 
-from qwen_edit_zero.checkpoints.base_model import BaseModel
+from qwen_edit_zero.checkpoints.base_model import BaseModel, transformer_tensors
 from qwen_edit_zero.checkpoints.consolidation_output import WINDOW, OutputTensor, Part, cut
 from qwen_edit_zero.checkpoints.consolidation_plan import parts_of_base
 from qwen_edit_zero.checkpoints.disk import OpenFiles
@@ -57,7 +57,7 @@ def _as_in(
     fill: bool,
     say: Callable[[str], None],
 ) -> list[OutputTensor]:
-    expected = base.shards["transformer"].tensors
+    expected = transformer_tensors(base)
     stored = list(source.names())
     if any(segment in name.split(".") for name in stored for segment in _ADAPTER):
         raise CheckpointError(

@@ -69,7 +69,7 @@ def show_checkpoint(source: Path) -> str:
         f"qwen-edit-zero {manifest.package_version}",
         f"files           {len(manifest.files)}, {bytes_text(manifest.size)}",
         f"model           {model.path} (fingerprint {model.fingerprint})",
-        f"frozen          {len(model.frozen)} tensors, in the model folder",
+        f"frozen          {len(model.frozen)} tensors, in the model folder{' and here' * model.frozen_stored}",
     ]
     if model.lora is not None:
         targets = ", ".join(model.lora.targets)

@@ -82,7 +82,8 @@ class ModelReference(_Record):
         path: `tiny` or the (absolute) model folder given to the run.
         fingerprint: identifies the contents of that folder, wherever it lies.
         config: the transformer's `config.json`.
-        frozen: parameters that were not trained; they are in the model folder, not in the checkpoint.
+        frozen: parameters that were not trained; they are in the model folder.
+        frozen_stored: they are in the checkpoint, too, as tensors of the kind `frozen`.
         lora: None for full fine-tuning.
     """
 
@@ -90,7 +91,13 @@ class ModelReference(_Record):
     fingerprint: str
     config: dict[str, Any]
     frozen: tuple[str, ...] = ()
+    frozen_stored: bool = False
     lora: LoraReference | None = None
+
+    @property
+    def all_stored(self) -> bool:
+        """Whether the checkpoint has all weights, so that the model folder's are not needed."""
+        return self.frozen_stored or not self.frozen
 
 
 class ManifestHead(_Record):

@@ -48,6 +48,13 @@ class RankPlan:
     ranges: tuple[PlannedRange, ...]
     size: int
 
+    def before(self, kind: str) -> RankPlan:
+        """The same without the ranges of this kind, which come last, if there are any."""
+        for number, planned in enumerate(self.ranges):
+            if planned.kind == kind:
+                return RankPlan(self.header, self.ranges[:number], planned.offset)
+        return self
+
 
 def save_metadata(save_id: str, rank: int, world_size: int, step: int) -> dict[str, str]:
     """What every file of a save carries first, so that files of two saves are never mixed unnoticed."""

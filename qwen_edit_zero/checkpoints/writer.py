@@ -12,6 +12,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.columns import write_columns
 from qwen_edit_zero.checkpoints.coordination import Coordinator
 from qwen_edit_zero.checkpoints.disk import bytes_text, sync_folder, wait_for, write_file
+from qwen_edit_zero.checkpoints.frozen import FrozenShare
 from qwen_edit_zero.checkpoints.manifest import FileRecord, Json, ManifestFile, ModelReference, dump_manifest
 from qwen_edit_zero.checkpoints.placement import clean_leftovers, make_folder, put_in_place
 from qwen_edit_zero.checkpoints.rank_file import (
@@ -33,7 +35,7 @@ from qwen_edit_zero.checkpoints.rank_file import (
 from qwen_edit_zero.checkpoints.retention import Retention, prune
 from qwen_edit_zero.checkpoints.sidecar import merge_sidecars, write_sidecar
 from qwen_edit_zero.errors import QwenEditError, StorageError
-from qwen_edit_zero.flat_state import FlatRange
+from qwen_edit_zero.flat_state import FROZEN, FlatRange
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -73,6 +75,12 @@ class PlannedSave:
     save_id: str
     plan: RankPlan
     size: int
+    frozen: FrozenShare | None = None
+
+    @property
+    def changing(self) -> RankPlan:
+        """What training changes of this rank's share, which is what `write_save` must be given: all but the frozen."""
+        return self.plan.before(FROZEN)
 
     @property
     def final(self) -> Path:
@@ -100,6 +108,7 @@ def save_checkpoint(
     model: ModelReference,
     engine: str,
     metrics: Mapping[str, float] | None = None,
+    frozen: FrozenShare | None = None,
     retention: Retention | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Path:
@@ -115,6 +124,7 @@ def save_checkpoint(
         ranges: what this rank owns. Give a function (`engine.local_state`): it is called twice, once for the layout
             and once to stream, so that only one chunk is in memory. An iterable is kept as a list. It must involve
             no other rank.
+        frozen: frozen parameters that this rank is to write as well, if the model's reference says so.
         retention: which others may stay afterwards; None: all.
         group: the ranks that take part; None: all.
 
@@ -130,8 +140,8 @@ def save_checkpoint(
     with ranks.together(f"writing {folder}"):
         if ranks.rank == 0:
             make_folder(folder)
-    save = plan_save(folder, contents, make_ranges, ranks)
-    final = write_save(save, stream_ranges(save.plan, make_ranges), ranks)
+    save = plan_save(folder, contents, make_ranges, ranks, frozen)
+    final = write_save(save, stream_ranges(save.changing, make_ranges), ranks)
     if retention is not None:
         with ranks.together(f"{final} is whole, but deleting older ones"):
             if ranks.rank == 0:
@@ -146,20 +156,24 @@ def _range_maker(ranges: Callable[[], Iterable[FlatRange]] | Iterable[FlatRange]
     return lambda: kept
 
 
-def plan_save(folder: Path, contents: Contents, make_ranges: RangeMaker, ranks: Coordinator) -> PlannedSave:
+def plan_save(
+    folder: Path, contents: Contents, make_ranges: RangeMaker, ranks: Coordinator, frozen: FrozenShare | None = None
+) -> PlannedSave:
     """Agree on a save; looks at names, shapes and dtypes of the ranges only. Collective."""
+    assert (frozen is not None) == contents.model.frozen_stored
     told = ranks.gather((contents.step, uuid.uuid4().hex))
     assert {t[0] for t in told} == {contents.step}, f"ranks save different steps: {sorted({t[0] for t in told})}"
     save_id = told[0][1]
     with ranks.together(f"writing {folder / layout.checkpoint_name(contents.step)}"):
         state_text = json.dumps(dict(contents.run_state), indent=1, ensure_ascii=False, allow_nan=False).encode()
-        plan = plan_rank_file(make_ranges, save_metadata(save_id, ranks.rank, ranks.world_size, contents.step))
+        every_range = make_ranges if frozen is None else lambda: chain(make_ranges(), frozen.ranges())
+        plan = plan_rank_file(every_range, save_metadata(save_id, ranks.rank, ranks.world_size, contents.step))
     size = sum(ranks.gather(plan.size + len(plan.ranges) * (SIDECAR_ROW + TABLE_ROW)))
-    return PlannedSave(folder, contents, state_text, save_id, plan, size)
+    return PlannedSave(folder, contents, state_text, save_id, plan, size, frozen)
 
 
 def write_save(save: PlannedSave, data: Data, ranks: Coordinator) -> Path:
-    """Write a planned save, `data` being the bytes of this rank's ranges. Collective; see `save_checkpoint`."""
+    """Write a planned save, `data` being the bytes of `save.changing`. Collective; see `save_checkpoint`."""
     partial = save.partial
     try:
         with ranks.together(save.doing):
@@ -209,6 +223,8 @@ def _write_share(save: PlannedSave, data: Data, ranks: Coordinator) -> None:
         partial / f".save-{save.save_id}",
         f"{partial}, made by rank 0, is not visible here; run.dir must be on a file system that all nodes share",
     )
+    if save.frozen is not None:
+        data = chain(data, save.frozen.data())
     record, checksums = write_rank_file(partial / layout.rank_file(ranks.rank), save.plan, data)
     write_sidecar(partial / layout.sidecar_file(ranks.rank), save.save_id, record, save.plan, checksums)
     sync_folder(partial)

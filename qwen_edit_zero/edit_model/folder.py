@@ -54,7 +54,7 @@ class ModelFolder:
         path: absolute path of the folder.
         variant: which model it holds.
         transformer_config, vae_config, scheduler_config: the components' JSON configurations.
-        shards: the safetensors shards of `transformer`, `vae` and `text_encoder`.
+        shards: the safetensors shards of `transformer` (see `has_weights`), `vae` and `text_encoder`.
     """
 
     path: Path
@@ -64,9 +64,19 @@ class ModelFolder:
     scheduler_config: dict[str, Any]
     shards: dict[str, Shards]
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether the transformer's weights are there, and not its configuration alone."""
+        return "transformer" in self.shards
+
+    def no_weights(self) -> ModelFolderError:
+        """What to raise where they are needed."""
+        return _incomplete(self.path, [f"transformer/{_WEIGHTS['transformer']}*.safetensors"])
+
     @cached_property
     def fingerprint(self) -> str:
         """Hex digest of all files that have a say in the model's output; the same for a copy elsewhere."""
+        assert self.has_weights
         return self.fingerprint_of(*COMPONENTS)
 
     def fingerprint_of(self, *components: str) -> str:
@@ -79,16 +89,17 @@ class ModelFolder:
         return fingerprint_files(self.path, files)
 
 
-def open_model_folder(path: str | Path) -> ModelFolder:
+def open_model_folder(path: str | Path, *, without_weights: bool = False) -> ModelFolder:
     """Check a folder of Qwen-Image-Edit, -2509 or -2511, or the built-in model called `tiny`; reads no weights.
 
-    Takes milliseconds. Raises ModelFolderError saying which file is missing or damaged, or which other model it is.
+    Takes milliseconds. `without_weights` allows a folder whose transformer has no weight file, only its configuration.
+    Raises ModelFolderError saying which file is missing or damaged, or which other model it is.
     """
     if str(path) == TINY:
         path = _built_in()
     folder = Path(path).expanduser().absolute()
     pipeline = _pipeline_class(folder)
-    _check_files(folder)
+    _check_files(folder, without_weights=without_weights)
     configs = {component: _read_json(folder / component / name) for component, name in _CONFIGS.items()}
     for component in ("transformer", "vae", "text_encoder"):
         _check_class(folder, component, configs[component])
@@ -99,7 +110,11 @@ def open_model_folder(path: str | Path) -> ModelFolder:
         transformer_config=configs["transformer"],
         vae_config=configs["vae"],
         scheduler_config=configs["scheduler"],
-        shards={component: open_shards(folder / component, base) for component, base in _WEIGHTS.items()},
+        shards={
+            component: open_shards(folder / component, base)
+            for component, base in _WEIGHTS.items()
+            if component != "transformer" or not without_weights or _weight_files(folder, component)
+        },
     )
 
 
@@ -130,7 +145,11 @@ def _pipeline_class(folder: Path) -> str:
     return str(name)
 
 
-def _check_files(folder: Path) -> None:
+def _weight_files(folder: Path, component: str) -> list[Path]:
+    return list((folder / component).glob(f"{_WEIGHTS[component]}*"))
+
+
+def _check_files(folder: Path, *, without_weights: bool) -> None:
     """All missing files are listed at once, so that one download mends them."""
     configs = [f"{component}/{name}" for component, name in _CONFIGS.items()]
     missing = [name for name in configs if not (folder / name).exists()]
@@ -141,13 +160,17 @@ def _check_files(folder: Path) -> None:
         if component == "processor" and not there & {"preprocessor_config.json", "processor_config.json"}:
             missing.append("processor/preprocessor_config.json")
     for component, base in _WEIGHTS.items():
-        if not list((folder / component).glob(f"{base}*")):
+        if not _weight_files(folder, component) and not (without_weights and component == "transformer"):
             missing.append(f"{component}/{base}*.safetensors")
     if missing:
-        raise ModelFolderError(
-            f"{folder} is incomplete; not there: {', '.join(missing)}. Download the whole model again, with all of its "
-            f"folders ({', '.join(COMPONENTS)})"
-        )
+        raise _incomplete(folder, missing)
+
+
+def _incomplete(folder: Path, missing: list[str]) -> ModelFolderError:
+    return ModelFolderError(
+        f"{folder} is incomplete; not there: {', '.join(missing)}. Download the whole model again, with all of its "
+        f"folders ({', '.join(COMPONENTS)})"
+    )
 
 
 def _check_class(folder: Path, component: str, config: dict[str, Any]) -> None:

@@ -128,9 +128,11 @@ class ParallelEngine(ABC):
         """
 
     @abstractmethod
-    def load_state(self, source: TensorSource, scalars: Mapping[str, Any]) -> tuple[str, ...]:
+    def load_state(self, source: TensorSource, scalars: Mapping[str, Any], *, frozen: bool = False) -> tuple[str, ...]:
         """Replace parameters, moments, averages and scalars by those of `source`, whichever engine wrote it.
 
+        Frozen parameters stay, unless `frozen`: then `source` must have them, as tensors of the kind `frozen`, and no
+        forward pass has been made.
         Reads only the ranges this rank needs. Returns what a user should know: whether the average of the weights
         begins anew or ends. Raises CheckpointError naming the tensor if one is missing or differs
         in shape, or if it holds trained parameters that this run does not train.

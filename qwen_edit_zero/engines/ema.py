@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from qwen_edit_zero.engines.shards import EMA, Shard, check_kind
-from qwen_edit_zero.flat_state import TensorSource
+from qwen_edit_zero.engines.shards import Shard, check_kind
+from qwen_edit_zero.flat_state import EMA, TensorSource
 from qwen_edit_zero.settings.models import OptimizerSettings
 
 UPDATES = "ema_updates"  # in the saved scalars of an engine

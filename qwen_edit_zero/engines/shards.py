@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from qwen_edit_zero.engines.parameters import frozen
 from qwen_edit_zero.engines.quantized import QuantizedMoment
 from qwen_edit_zero.errors import CheckpointError
-from qwen_edit_zero.flat_state import PARAM, FlatRange, TensorSource
+from qwen_edit_zero.flat_state import EMA, FROZEN, PARAM, FlatRange, TensorSource
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-EMA = "ema"  # the kind of averaged weights
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,16 @@ def read_values(shards: Iterable[Shard], source: TensorSource) -> None:
     for shard in shards:
         if shard.values.numel():
             shard.values.copy_(source.read(shard.name, shard.start, shard.values.numel()))
+
+
+@torch.no_grad()
+def read_frozen(module: torch.nn.Module, shards: Iterable[Shard], source: TensorSource) -> None:
+    """Fill the frozen parameters. Raises CheckpointError unless `source` has just these, in their shapes."""
+    shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in frozen(module).items()}
+    check_kind(FROZEN, shapes, source)
+    for shard in shards:
+        if shard.values.numel():
+            shard.values.copy_(source.read(shard.name, shard.start, shard.values.numel(), FROZEN))
 
 
 @torch.no_grad()

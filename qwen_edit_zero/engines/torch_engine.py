@@ -27,6 +27,7 @@ from qwen_edit_zero.engines.shards import (
     Shard,
     check_state,
     gather_whole,
+    read_frozen,
     read_state,
     read_values,
     written_ranges,
@@ -233,12 +234,14 @@ class TorchEngine(ParallelEngine):
         average = {} if self._average is None else self._average.scalars()
         return {**self._steps.scalars(), **average, **self._loss_scale.scalars()}
 
-    def load_state(self, source: TensorSource, scalars: Mapping[str, Any]) -> tuple[str, ...]:
+    def load_state(self, source: TensorSource, scalars: Mapping[str, Any], *, frozen: bool = False) -> tuple[str, ...]:
         shapes = {name: tuple(p.shape) for name, p in trained(self.module).items()}
         check_state(shapes, source)
         steps = StepCounts.of_scalars(scalars, shapes)
         shards = self._shards()
         read_state(shards, source)
+        if frozen:
+            read_frozen(self.module, self._frozen_shards(), source)
         for name, stand_in in self._stand_ins.items():
             set_step(self._optimizer, stand_in, steps.of(name))
         self._steps = steps

@@ -16,15 +16,17 @@ from qwen_edit_zero.engines.base import ParallelEngine
 _TELL_SECONDS = 10.0
 
 
-def load_checkpoint(engine: ParallelEngine, reader: CheckpointReader, say: Callable[[str], None]) -> None:
-    """Fill an engine that is set up with a checkpoint's state. Collective.
+def load_checkpoint(
+    engine: ParallelEngine, reader: CheckpointReader, say: Callable[[str], None], *, frozen: bool = False
+) -> None:
+    """Fill an engine that is set up with a checkpoint's state; `frozen` parameters, too, if it says so. Collective.
 
     Raises CheckpointError if it does not fit the engine, DamagedError if a rank could not read it, both on all ranks
     with the same message. After DamagedError the engine's state is of no use, but another checkpoint can be loaded.
     """
     with _telling(reader, say):
         shared = SharedReading(reader)
-        notes = engine.load_state(shared, reader.run_state["engine"])
+        notes = engine.load_state(shared, reader.run_state["engine"], frozen=frozen)
         shared.finish(engine.device)
     for note in notes or ():
         say(note)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from qwen_edit_zero.checkpoints.frozen import FrozenShare
 from qwen_edit_zero.checkpoints.reader import DamagedError
 from qwen_edit_zero.checkpoints.shared_reading import opened_together
 from qwen_edit_zero.cluster import process_group
@@ -20,7 +21,6 @@ from qwen_edit_zero.edit_data.manifests.manifest import dataset_fingerprint
 from qwen_edit_zero.edit_model.attention import resolve_attention
 from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
 from qwen_edit_zero.edit_model.freezing import freeze
-from qwen_edit_zero.edit_model.initial import initial_source
 from qwen_edit_zero.edit_model.sequence_parallel import check_heads, split_sequences
 from qwen_edit_zero.edit_model.transformer import build_transformer
 from qwen_edit_zero.engines.adamw import check_optimizer
@@ -32,6 +32,7 @@ from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.settings.render import settings_yaml
 from qwen_edit_zero.training import resume as resuming
 from qwen_edit_zero.training import run_folder
+from qwen_edit_zero.training.base_weights import base_fingerprint, frozen_share, starting_weights
 from qwen_edit_zero.training.conditioning import Conditioned, condition
 from qwen_edit_zero.training.hooks import MetricsHook, PeriodicHook
 from qwen_edit_zero.training.loading import check_whole, load_checkpoint
@@ -53,7 +54,8 @@ from qwen_edit_zero.training.trainer import Hook, Trainer
 def train(loaded: LoadedSettings, identity: Identity, resume: str, *, accept_changes: bool = False) -> int:
     """Run training on this rank to its end; returns the exit status. Raises UserError and RunError."""
     settings = loaded.settings
-    folder = open_model_folder(settings.model.path)  # before ranks meet: a wrong path then costs nobody a time-out
+    # Before ranks meet: a wrong path then costs nobody a time-out.
+    folder = open_model_folder(settings.model.path, without_weights=resume != resuming.NONE)
     check_optimizer(settings.optimizer)
     check_heads(settings.engine.sequence_parallel, int(folder.transformer_config["num_attention_heads"]))
     device = process_group.start(
@@ -119,7 +121,7 @@ class _Run:
         schedule = SampleSchedule(data.buckets, seed=settings.run.seed, global_size=settings.batch.global_size)
         total_steps = _total_steps(settings, schedule.steps_per_epoch)
         identity = resuming.RunIdentity(
-            model_fingerprint=self.folder.fingerprint,
+            model_fingerprint=base_fingerprint(settings, self.folder, checkpoint),
             data_fingerprint=dataset_fingerprint(data.samples, data.buckets),
             global_size=settings.batch.global_size,
             seed=settings.run.seed,
@@ -140,16 +142,19 @@ class _Run:
                     if not is_set_up:
                         self._set_up(engine, module)
                         is_set_up = True
-                    load_checkpoint(engine, reader, self.say)
+                    load_checkpoint(engine, reader, self.say, frozen=not self.folder.has_weights)
                     first = reader.step
                     self.say(f"going on from {reader.path} (step {first}, written by {reader.manifest.engine})")
                 break
             except DamagedError as error:
                 choice.refuse(checkpoint, error.fault)
                 checkpoint = choice.next()
+        if checkpoint is None and not self.folder.has_weights:
+            raise self.folder.no_weights()
         if not is_set_up:
             self._set_up(engine, module)
-        self._fit(engine, conditioned, schedule, identity, first, total_steps)
+        frozen = frozen_share(settings, self.folder, module, checkpoint, rank=self.rank, world=self.world)
+        self._fit(engine, conditioned, schedule, identity, first, total_steps, frozen)
         self.say(f"finished {total_steps} {'step' if total_steps == 1 else 'steps'}; everything is in {self.path}")
         return 0
 
@@ -190,7 +195,7 @@ class _Run:
         engine.setup(
             module,
             optimizer=settings.optimizer,
-            weights=initial_source(self.folder, module, seed=settings.run.seed),
+            weights=starting_weights(self.folder, module, seed=settings.run.seed),
         )
 
     def _fit(
@@ -201,6 +206,7 @@ class _Run:
         identity: resuming.RunIdentity,
         first: int,
         total_steps: int,
+        frozen: FrozenShare | None,
     ) -> None:
         settings, data = self.settings, conditioned.training
         if self.rank == 0:
@@ -224,6 +230,7 @@ class _Run:
             settings.checkpoint,
             checkpoint_contents(settings, self.folder, engine, identity),
             progress.say,
+            frozen,
         )
         hooks: list[Hook] = [
             MetricsHook(progress, writer),

@@ -22,6 +22,7 @@ from qwen_edit_zero.checkpoints.backup import backup_of_run
 from qwen_edit_zero.checkpoints.caretaker import Caretaker
 from qwen_edit_zero.checkpoints.coordination import Coordinator
 from qwen_edit_zero.checkpoints.disk import bytes_text
+from qwen_edit_zero.checkpoints.frozen import FrozenShare
 from qwen_edit_zero.checkpoints.manifest import LoraReference, ModelReference
 from qwen_edit_zero.checkpoints.optimizer_groups import GROUPS, groups_of
 from qwen_edit_zero.checkpoints.placement import make_folder
@@ -64,6 +65,7 @@ class CheckpointHook:
         folder: the run's `checkpoints` folder; rank 0 makes it now, and it must then stay.
         describe: the contents of a checkpoint after a step, given the metrics recorded with it.
         say: prints on rank 0.
+        frozen: what this rank writes of the frozen parameters; streamed from where they are, not copied to memory.
 
     Raises SettingsError if `checkpoint.backup` cannot be understood. Collective.
     """
@@ -75,8 +77,10 @@ class CheckpointHook:
         settings: CheckpointSettings,
         describe: Describe,
         say: Callable[[str], None],
+        frozen: FrozenShare | None = None,
     ) -> None:
         self._engine, self._folder, self._settings, self._describe, self._say = engine, folder, settings, describe, say
+        self._frozen = frozen
         self._ranks = Coordinator()
         self._losses = _MeanLoss()
         self._caretaker: Caretaker | None = None
@@ -139,11 +143,11 @@ class CheckpointHook:
             self._caretaker.settle()
         contents = self._describe(metrics, self._finite(metrics.step, self._losses.take(metrics)))
         try:
-            save = plan_save(self._folder, contents, self._engine.local_state, self._ranks)
+            save = plan_save(self._folder, contents, self._engine.local_state, self._ranks, self._frozen)
             if self._thread is not None and self._host_memory_suffices(save):
                 self._take_off(save, is_last)
                 return
-            path = write_save(save, stream_ranges(save.plan, self._engine.local_state), self._ranks)
+            path = write_save(save, stream_ranges(save.changing, self._engine.local_state), self._ranks)
         except StorageError as error:
             self._failed(metrics.step, is_last, error)
         else:
@@ -161,7 +165,7 @@ class CheckpointHook:
 
     def _host_memory_suffices(self, save: PlannedSave) -> bool:
         """Whether every node has room for the copies of its ranks; told to the user if not."""
-        needed, available = self._snapshot.grows_by(save.plan) * ranks_on_this_node(), available_host_bytes()
+        needed, available = self._snapshot.grows_by(save.changing) * ranks_on_this_node(), available_host_bytes()
         short = needed > 0 and available is not None and needed > available
         told = self._ranks.gather((needed, available) if short else None)
         for rank, found in enumerate(told):
@@ -178,8 +182,8 @@ class CheckpointHook:
         assert self._thread is not None
         began = time.monotonic()
         with self._ranks.together(f"copying the state of step {save.contents.step} to host memory"):
-            self._snapshot.take(save.plan, self._engine.local_state)
-        result = self._thread.submit(write_save, save, self._snapshot.chunks(save.plan), self._background_ranks)
+            self._snapshot.take(save.changing, self._engine.local_state)
+        result = self._thread.submit(write_save, save, self._snapshot.chunks(save.changing), self._background_ranks)
         self._flight = _Flight(save.contents.step, is_last, result)
         self._say(
             f"step {save.contents.step}: writing a checkpoint of {bytes_text(save.size)} while training goes on "
@@ -280,9 +284,11 @@ def checkpoint_contents(
     lora = settings.model.lora
     model = ModelReference(
         path=settings.model.path if settings.model.path == "tiny" else str(folder.path),
-        fingerprint=folder.fingerprint,
+        fingerprint=identity.model_fingerprint,
         config=folder.transformer_config,
         frozen=tuple(sorted(name for name, p in engine.module.named_parameters() if not p.requires_grad)),
+        frozen_stored=settings.checkpoint.frozen == "full"
+        and not all(p.requires_grad for p in engine.module.parameters()),
         lora=lora and lora_reference(lora),
     )
 

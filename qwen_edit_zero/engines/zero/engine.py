@@ -26,6 +26,7 @@ from qwen_edit_zero.engines.shards import (
     Shard,
     check_state,
     gather_whole,
+    read_frozen,
     read_state,
     read_values,
     written_ranges,
@@ -243,12 +244,14 @@ class ZeroEngine(ParallelEngine):
         average = {} if self._average is None else self._average.scalars()
         return {**self._steps.scalars(), **average, **self._loss_scale.scalars()}
 
-    def load_state(self, source: TensorSource, scalars: Mapping[str, Any]) -> tuple[str, ...]:
+    def load_state(self, source: TensorSource, scalars: Mapping[str, Any], *, frozen: bool = False) -> tuple[str, ...]:
         shapes = {name: _shape(parameter) for name, parameter in trained(self.module).items()}
         check_state(shapes, source)
         steps = StepCounts.of_scalars(scalars, shapes)
         shards = self._shards()
         read_state(shards, source)
+        if frozen:
+            read_frozen(self.module, self._frozen_shards(), source)
         step_in_parts(self._adamw, steps, {name: place for name, _, place in self._held()})
         self._steps = steps
         self._loss_scale.load(scalars)
