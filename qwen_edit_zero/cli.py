@@ -97,6 +97,11 @@ def _parser() -> ArgumentParser:
     verb.add_argument(
         "--base", type=Path, required=True, metavar="MODEL", help="the model folder that was trained from"
     )
+    verb.add_argument(
+        "--trust-frozen",
+        action="store_true",
+        help="do not compare frozen parameters with those of MODEL, which reads all of both",
+    )
     verb.set_defaults(verb=_import)
     hostfile = verbs.add_parser("hostfile", help="check hostfiles").add_subparsers(required=True, metavar="VERB")
     verb = hostfile.add_parser("check", help="say in plain words what a hostfile means")
@@ -212,10 +217,13 @@ def _checkpoint(parsed: Namespace) -> int:
 def _import(parsed: Namespace) -> int:
     from qwen_edit_zero.checkpoints.importing import import_checkpoint
     from qwen_edit_zero.edit_model.folder import open_model_folder
+    from qwen_edit_zero.training.run_folder import take
 
     with _bytes_bar() as progress:
         base = open_model_folder(str(parsed.base))
-        written = import_checkpoint(parsed.source, parsed.run, base=base, progress=progress)
+        written = import_checkpoint(
+            parsed.source, parsed.run, base=base, trust_frozen=parsed.trust_frozen, hold=take, progress=progress
+        )
     print(f"written: {written}")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,31 +12,31 @@ import numpy as np
 import torch
 
 from qwen_edit_zero.checkpoints import layout
-from qwen_edit_zero.checkpoints.base_model import BaseModel, BaseTensor
+from qwen_edit_zero.checkpoints.base_model import BaseModel
 from qwen_edit_zero.checkpoints.coordination import Coordinator
-from qwen_edit_zero.checkpoints.disk import OpenFiles
 from qwen_edit_zero.checkpoints.foreign.prefixes import resolve
 from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign, open_foreign
 from qwen_edit_zero.checkpoints.foreign.source import ForeignSource, ForeignState
 from qwen_edit_zero.checkpoints.manifest import ModelReference
 from qwen_edit_zero.checkpoints.optimizer_groups import GROUPS, OptimizerGroup
-from qwen_edit_zero.checkpoints.precision import FLOATS, Bytes, convert, to_float32
+from qwen_edit_zero.checkpoints.precision import FLOATS, Bytes, to_float32
+from qwen_edit_zero.checkpoints.same_as_base import compare_frozen, frozen_bytes
 from qwen_edit_zero.checkpoints.writer import Contents, plan_save, write_save
-from qwen_edit_zero.errors import CheckpointError, ModelFolderError
+from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.flat_state import PARAM, FlatRange
-from qwen_edit_zero.safetensors_file import ITEM_SIZE
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW; the only optimizer there is here
 _RANGE = 16 * 2**20  # elements of a stored range
 _WINDOW = 4 * 2**20  # bytes
-_SAMPLE = 2**16  # elements of a frozen tensor, at each of three places
+Hold = Callable[[Path], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Names here -> names in the source, for what trains; `frozen` are the model's other parameters."""
+    """Names here -> names in the source, for what trains and for what did not; `frozen` are all that do not train."""
 
     trained: Mapping[str, str]
+    untrained: Mapping[str, str]
     frozen: tuple[str, ...]
 
 
@@ -44,37 +45,46 @@ def import_checkpoint(
     run: Path,
     *,
     base: BaseModel,
+    trust_frozen: bool = False,
+    hold: Hold = nullcontext,
     say: Callable[[str], None] = print,
     progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write `run/checkpoints/step-XXXXXXXX` from a DeepSpeed or DCP folder, so that a run goes on under any engine.
 
-    Trained parameters and moments are stored in fp32. Frozen parameters are not stored: they must be those of `base`.
+    Trained parameters and moments are stored in fp32. Frozen parameters are not stored: they must be those of `base`,
+    with which every element is compared.
     A parameter that trains but has no moments, since it never had a gradient, gets moments of zero.
 
     Args:
         source: a DeepSpeed folder (or a folder of its tags), or a DCP folder.
         run: the folder of a run; must hold no checkpoints.
         base: the model that was trained from.
+        trust_frozen: do not compare frozen parameters with the base model.
+        hold: keeps runs out of the run's folder while this lasts, and makes it if need be; its errors are passed on.
         say: told what was found, and what the format could not tell.
-        progress: told the bytes written so far and in all.
+        progress: told the bytes compared and written so far and in all.
 
     Returns the checkpoint's folder. Raises CheckpointError before anything is written if the source is not whole, has
     no AdamW state, or does not fit the model; StorageError if writing fails.
     """
     if not is_foreign(source):
         raise CheckpointError(f"{source} is no checkpoint of DeepSpeed or torch (DCP): {layout.looks_like(source)}")
-    state = open_foreign(source)
     checkpoints = run / layout.CHECKPOINTS
-    if there := layout.checkpoint_folders(checkpoints):
-        raise CheckpointError(f"{run} has checkpoints already ({there[-1].name}); give a run folder without")
-    if state.step is None or state.optimizer_steps is None:
-        raise CheckpointError(
-            f"{state.path} holds no optimizer state, so training cannot go on from it; consolidate it, and start from "
-            "the model that gives"
-        )
-    with ForeignSource(state) as opened:
+    with ExitStack() as until_written:
+        if is_there := run.is_dir():  # a run that is going on there is met before anything is read
+            until_written.enter_context(hold(run))
+        _check_empty(checkpoints)
+        state = open_foreign(source)
+        if state.step is None or state.optimizer_steps is None:
+            raise CheckpointError(
+                f"{state.path} holds no optimizer state, so training cannot go on from it; consolidate it, and start "
+                "from the model that gives"
+            )
+        opened = until_written.enter_context(ForeignSource(state))
         plan = _plan(opened, base, say)
+        count = _Counter(opened, plan, 0 if trust_frozen else frozen_bytes(opened, plan.untrained), progress)
+        _check_frozen(opened, plan, base, trust_frozen, count, say)
         step, config = state.step, dict(base.transformer_config)
         scale = {} if state.loss_scale is None else {"loss_scale": state.loss_scale, "loss_scale_good_steps": 0}
         contents = Contents(
@@ -93,13 +103,40 @@ def import_checkpoint(
             ),
             engine=state.format,
         )
+        if not is_there:
+            until_written.enter_context(hold(run))
+            _check_empty(checkpoints)
         checkpoints.mkdir(parents=True, exist_ok=True)
         ranks = Coordinator(None)
         save = plan_save(checkpoints, contents, lambda: _ranges(opened, plan), ranks)
-        count = _Counter(save.size, progress)
         written = write_save(save, _data(opened, plan, count), ranks)
     say(f"the order of samples and the learning rate of step {step} are those of the recipe you go on with")
     return written
+
+
+def _check_empty(checkpoints: Path) -> None:
+    if there := layout.checkpoint_folders(checkpoints):
+        raise CheckpointError(
+            f"{checkpoints.parent} has checkpoints already ({there[-1].name}); give a run folder without"
+        )
+
+
+def _check_frozen(
+    source: ForeignSource,
+    plan: _Plan,
+    base: BaseModel,
+    trust: bool,
+    count: _Counter,
+    say: Callable[[str], None],
+) -> None:
+    """Make sure that frozen parameters are the base model's, unless they are trusted. Raises CheckpointError."""
+    if not plan.untrained:
+        return
+    if trust:
+        say(f"{len(plan.untrained)} frozen parameters are taken to be those of {base.path}, without a look at them")
+        return
+    compare_frozen(source, plan.untrained, base.shards["transformer"].tensors, count.add)
+    say(f"{len(plan.untrained)} frozen parameters are those of {base.path}, every element compared")
 
 
 def _parameter_steps(state: ForeignState, plan: _Plan) -> dict[str, dict[str, int]]:
@@ -125,7 +162,7 @@ def _groups(state: ForeignState, plan: _Plan) -> list[OptimizerGroup]:
 
 
 def _plan(source: ForeignSource, base: BaseModel, say: Callable[[str], None]) -> _Plan:
-    """Match names and shapes, and make sure that frozen parameters are the base model's. Raises CheckpointError."""
+    """Match names and shapes. Raises CheckpointError."""
     state, expected = source.state, base.shards["transformer"].tensors
     for note in state.notes:
         say(f"note: {note}")
@@ -155,39 +192,9 @@ def _plan(source: ForeignSource, base: BaseModel, say: Callable[[str], None]) ->
     if still := [name for name, was in trained.items() if was not in moved]:
         say(f"{len(still)} parameters never had a gradient and get moments of zero: {', '.join(still[:5])}")
     frozen = tuple(name for name in expected if name not in trained)
-    files = OpenFiles()
-    try:
-        for name in frozen:
-            if name in found:
-                _compare_frozen(source, found[name], name, expected[name], files)
-    finally:
-        files.close()
     if absent := [name for name in frozen if name not in found]:
         say(f"{len(absent)} parameters are not in {source.path} and are those of {base.path}: {', '.join(absent[:5])}")
-    return _Plan(trained, frozen)
-
-
-def _compare_frozen(source: ForeignSource, was: str, name: str, tensor: BaseTensor, files: OpenFiles) -> None:
-    """Beginning, middle and end must be what the base model has, as far as the stored type can tell."""
-    count, stored = prod(tensor.shape), source.dtype(was)
-    take = min(count, _SAMPLE)
-    item = ITEM_SIZE[tensor.dtype]
-    for start in {0, (count - take) // 2, count - take}:
-        theirs = source.read_bytes(was, start, take)
-        ours = np.empty(take * item, dtype=np.uint8)
-        try:
-            files.read_into(tensor.path, tensor.offset + start * item, ours.data)
-        except OSError as error:
-            raise ModelFolderError(f"cannot read {tensor.path}: {error.strerror}") from None
-        if ITEM_SIZE[stored] < item:
-            ours = convert(ours, tensor.dtype, stored)
-        elif stored != tensor.dtype:
-            theirs = convert(theirs, stored, tensor.dtype)
-        if not np.array_equal(ours, theirs):
-            raise CheckpointError(
-                f"{source.path}: {was} did not train, but is not what {name} is in {tensor.path}: another base model "
-                "was trained from"
-            )
+    return _Plan(trained, {name: found[name] for name in frozen if name in found}, frozen)
 
 
 def _pieces(plan: _Plan, source: ForeignSource) -> Iterator[tuple[str, str, str, int, int]]:
@@ -225,12 +232,21 @@ def _windows(
 
 
 class _Counter:
-    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
-        self._done, self._total, self._progress = 0, total, progress
+    """Bytes done of those to be compared and written."""
+
+    def __init__(
+        self, source: ForeignSource, plan: _Plan, compared: int, progress: Callable[[int, int], None] | None
+    ) -> None:
+        elements = sum(prod(source.shape(was)) for was in plan.trained.values())
+        self._done, self._progress = 0, progress
+        self._total = compared + elements * 4 * (1 + len(MOMENTS))
+
+    def add(self, count: int) -> None:
+        self._done += count
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
     def passed(self, data: Bytes) -> memoryview:
         """Count bytes that are about to be written."""
-        self._done += len(data)
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+        self.add(len(data))
         return data.data

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +15,12 @@ from qwen_edit_zero.checkpoints.foreign.recognise import open_foreign
 from qwen_edit_zero.checkpoints.importing import import_checkpoint
 from qwen_edit_zero.checkpoints.optimizer_groups import OptimizerGroup, group_changes, groups_of, saved_groups
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
+from qwen_edit_zero.checkpoints.same_as_base import compare_frozen
 from qwen_edit_zero.cli import main
 from qwen_edit_zero.edit_model.folder import open_model_folder
 from qwen_edit_zero.engines.factory import make_engine
 from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.training.run_folder import take
 from tests.checkpoints import foreign_runs
 from tests.end_to_end.commands import metrics, run
 from tests.engines import harness, problem
@@ -79,6 +84,10 @@ def test_deepspeed_runs_go_on(stage: int, world: int, zero: dict[str, Any], engi
     with pytest.raises(CheckpointError, match=r"img_in\.weight did not train, but is not what .* another base model"):
         import_checkpoint(source, tmp_path / "second", base=base)
     assert not (tmp_path / "second").exists()
+    assert any("frozen parameters are those of" in line and "every element compared" in line for line in said)
+    told: list[str] = []
+    import_checkpoint(source, tmp_path / "second", base=base, trust_frozen=True, say=told.append)
+    assert any("without a look at them" in line for line in told)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +136,51 @@ def test_numbered_optimizer_state_with_frozen_parameters_is_refused(tmp_path: Pa
     with pytest.raises(CheckpointError, match="numbers 76 parameters without naming them"):
         _imported(tmp_path / "dcp", tmp_path, [])
     assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_imported_into_a_run_that_is_going_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, mine = tmp_path / "dcp", tmp_path / "mine"
+    source.mkdir()
+    (source / ".metadata").touch()
+    with take(mine), pytest.raises(SystemExit) as ended:
+        main(["checkpoint", "import", str(source), str(mine), "--base", "tiny"])
+    assert ended.value.code == 2
+    assert f"the run folder {mine} is in use by process {os.getpid()} on " in capsys.readouterr().err
+    assert not (mine / "checkpoints").exists()
+
+
+class _Stored:
+    """One frozen tensor as another program stored it."""
+
+    path = Path("their")
+
+    def __init__(self, values: torch.Tensor, dtype: str) -> None:
+        self._bytes, self._dtype = values.view(torch.uint8).numpy(), dtype
+
+    def dtype(self, name: str) -> str:
+        return self._dtype
+
+    def stream(self, name: str, start: int, length: int, *, window: int) -> Iterator[Any]:
+        for done in range(0, len(self._bytes), window):
+            yield self._bytes[done : done + window]
+
+
+@pytest.mark.parametrize(("theirs", "name"), [(torch.float32, "F32"), (torch.bfloat16, "BF16")])
+def test_every_element_of_a_frozen_parameter_is_compared(theirs: torch.dtype, name: str, tmp_path: Path) -> None:
+    count = 2 * 2**20 + 11  # three windows
+    ours = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    (tmp_path / "base").write_bytes(bytes(24) + ours.numpy().tobytes())
+    base: Any = {"w": SimpleNamespace(path=tmp_path / "base", dtype="F32", shape=(count,), offset=24)}
+    passed: list[int] = []
+    source: Any = _Stored(ours.to(theirs), name)
+    compare_frozen(source, {"w": "module.w"}, base, passed.append)
+    assert sum(passed) == count * theirs.itemsize
+    for element in (0, 2**17, 2**20 - 1, 2**20, count - 1):
+        changed = ours.to(theirs)
+        changed[element] += 1
+        source = _Stored(changed, name)
+        with pytest.raises(CheckpointError, match=rf"w did not train, but is not what .* element {element}: another"):
+            compare_frozen(source, {"w": "module.w"}, base, passed.append)
 
 
 def _save_tiny(rank: int, world: int, out: Path) -> None:
