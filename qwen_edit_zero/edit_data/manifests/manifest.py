@@ -6,69 +6,20 @@ import hashlib
 import json
 import stat
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from qwen_edit_zero.edit_data.manifests.names import NameRules, RowError
 from qwen_edit_zero.edit_data.manifests.rows import Row, parse_row
-from qwen_edit_zero.edit_data.storage.files import PictureFile, Place
+from qwen_edit_zero.edit_data.manifests.samples import SKIP_HINT, OnError, Refusal, Sample, listed, refuse_or_raise
 from qwen_edit_zero.edit_data.storage.local import LocalPlace
 from qwen_edit_zero.edit_data.wording import nearest, shown, why_missing
 from qwen_edit_zero.errors import DataError
 
-OnError = Literal["stop", "skip"]
+__all__ = ["Manifest", "OnError", "Refusal", "Sample", "dataset_fingerprint", "read_manifest", "refuse_or_raise"]
 
 MAX_ROW_BYTES = 1 << 20
-_MOST_SHOWN = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One edit: reference pictures in order, what to do, and the wanted picture.
-
-    Attributes:
-        id: unique in its manifest; noise and sigma are drawn from it.
-        place: what the names are relative to.
-        source_names: 1 to 3 reference pictures as written in the manifest, normalised, order kept.
-        instruction: what to do, verbatim.
-        target_name: the wanted picture.
-        category: kind of edit, or None.
-        weight: factor of this sample's loss, over 0.
-        line: line of the manifest, from 1.
-    """
-
-    id: str
-    place: Place
-    source_names: tuple[str, ...]
-    instruction: str
-    target_name: str
-    category: str | None = None
-    weight: float = 1.0
-    line: int = 0
-
-    @property
-    def sources(self) -> tuple[PictureFile, ...]:
-        """The reference pictures, in order."""
-        return tuple(self.place.file(name) for name in self.source_names)
-
-    @property
-    def target(self) -> PictureFile:
-        """The wanted picture."""
-        return self.place.file(self.target_name)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A row that is left out, and why."""
-
-    line: int
-    id: str | None
-    reason: str
-
-    def __str__(self) -> str:
-        return f"line {self.line}{f' ({shown(self.id)})' if self.id else ''}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -121,9 +72,9 @@ def read_manifest(path: Path, *, max_references: int = 3, on_error: OnError = "s
             Sample(sample_id, place, row.sources, row.instruction, row.target, row.category, row.weight, line)
         )
     if refused and on_error == "stop":
-        raise DataError(f"manifest {shown(path)}: {_listed(refused)}\n{_SKIP_HINT}")
+        raise DataError(f"manifest {shown(path)}: {listed(refused)}\n{SKIP_HINT}")
     if not samples:
-        what = f"no row can be used: {_listed(refused)}" if refused else "it holds no sample: every line is blank"
+        what = f"no row can be used: {listed(refused)}" if refused else "it holds no sample: every line is blank"
         raise DataError(f"manifest {shown(path)}: {what}")
     return Manifest(path, tuple(samples), tuple(refused))
 
@@ -141,18 +92,6 @@ def dataset_fingerprint(samples: Iterable[Sample], buckets: Iterable[Hashable] =
     for bucket in buckets:
         digest.update(repr(bucket).encode() + b"\n")
     return digest.hexdigest()
-
-
-def refuse_or_raise(refused: Sequence[Refusal], *, left: int, path: Path, on_error: OnError) -> None:
-    """Settle rows refused after reading (header or pixels of a picture): raise under "stop", or if none are `left`.
-
-    Raises:
-        DataError: as said; its message lists the rows.
-    """
-    if refused and on_error == "stop":
-        raise DataError(f"manifest {shown(path)}: {_listed(refused)}\n{_SKIP_HINT}")
-    if not left:
-        raise DataError(f"manifest {shown(path)}: no row can be used: {_listed(refused)}")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -226,14 +165,3 @@ def _similar(path: Path) -> str:
     except OSError:
         return f", nor its folder {shown(path.parent)}"
     return f"; the nearest name there is {shown(near)}" if near else ""
-
-
-def _listed(refused: Sequence[Refusal]) -> str:
-    lines = [f"{len(refused):,} row{'s' if len(refused) > 1 else ''} cannot be used"]
-    lines += [f"  {refusal}" for refusal in refused[:_MOST_SHOWN]]
-    if len(refused) > _MOST_SHOWN:
-        lines.append(f"  and {len(refused) - _MOST_SHOWN:,} more")
-    return "\n".join(lines)
-
-
-_SKIP_HINT = "Correct them, or leave them out with data.on_error=skip"

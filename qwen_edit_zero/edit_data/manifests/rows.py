@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from qwen_edit_zero.edit_data.manifests.names import NameRules, RowError, are_pl
 from qwen_edit_zero.edit_data.wording import nearest, shown
 
 KEYS = ("id", "source", "instruction", "target", "category", "weight", "split", "mask", "paraphrases")
+OWN_NAMES = {key: key for key in KEYS}
 _REQUIRED = ("source", "instruction", "target")
 _LARGEST_WEIGHT, _SMALLEST_WEIGHT = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
@@ -63,27 +64,37 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def check_row(values: Mapping[str, Any], rules: NameRules, *, max_references: int) -> Row:
-    """Check the values of a row under our keys; None counts as absent. Raises RowError saying what is wrong."""
+def check_row(
+    values: Mapping[str, Any], rules: NameRules, *, max_references: int, called: Mapping[str, str] = OWN_NAMES
+) -> Row:
+    """Check the values of a row under our keys; None counts as absent. Raises RowError saying what is wrong.
+
+    `called` says how messages call each key of ours: the user's own column, where the row comes from another format.
+    """
     for key in values:
         if key not in KEYS:
             near = nearest(key, KEYS)
             hint = f"did you mean {shown(near)}?" if near else f"the keys are {', '.join(KEYS)}"
             raise RowError(f"unknown key {shown(key)}; {hint}")
-    get = values.get
+    get, name = values.get, called
     for key in _REQUIRED:
         if get(key) is None:
-            raise RowError(f"{shown(key)} is missing")
+            raise RowError(f"{shown(name[key])} is missing")
+
+    def text(key: str) -> str | None:
+        return None if get(key) is None else _text(get(key), name[key])
+
+    mask = text("mask")
     return Row(
-        _id(get("id")),
-        _sources(get("source"), rules, max_references),
-        _text(get("instruction"), "instruction"),
-        rules.check(_text(get("target"), "target"), "target"),
-        None if get("category") is None else _text(get("category"), "category"),
-        _weight(get("weight")),
-        None if get("split") is None else _text(get("split"), "split"),
-        None if get("mask") is None else rules.check(_text(get("mask"), "mask"), "mask"),
-        _paraphrases(get("paraphrases")),
+        _id(get("id"), name["id"]),
+        _sources(get("source"), rules, max_references, name["source"]),
+        _text(get("instruction"), name["instruction"]),
+        rules.check(_text(get("target"), name["target"]), name["target"]),
+        text("category"),
+        _weight(get("weight"), name["weight"]),
+        text("split"),
+        None if mask is None else rules.check(mask, name["mask"]),
+        _paraphrases(get("paraphrases"), name["paraphrases"]),
     )
 
 
@@ -193,32 +204,32 @@ def _constant(name: str) -> float:
     raise RowError(f"{name} is no JSON number")
 
 
-def _id(value: Any) -> str | None:
+def _id(value: Any, key: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    return _text(value, "id")
+    return _text(value, key)
 
 
-def _sources(value: Any, rules: NameRules, most: int) -> tuple[str, ...]:
+def _sources(value: Any, rules: NameRules, most: int, key: str) -> tuple[str, ...]:
     if isinstance(value, str):
         value = [value]
-    if not isinstance(value, Sequence):
-        raise RowError(f'"source" is {kind_of_value(value)}, not a file name or a list of them')
+    if not isinstance(value, list | tuple):
+        raise RowError(f"{shown(key)} is {kind_of_value(value)}, not a file name or a list of them")
     if not value:
-        raise RowError('"source" is an empty list; an edit needs at least one reference picture')
+        raise RowError(f"{shown(key)} is an empty list; an edit needs at least one reference picture")
     if len(value) > most:
-        raise RowError(f'"source" has {len(value)} pictures; at most {most} are taken (data.max_references)')
-    return tuple(rules.check(_text(item, "source"), "source") for item in value)
+        raise RowError(f"{shown(key)} has {len(value)} pictures; at most {most} are taken (data.max_references)")
+    return tuple(rules.check(_text(item, key), key) for item in value)
 
 
-def _paraphrases(value: Any) -> tuple[str, ...]:
+def _paraphrases(value: Any, key: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise RowError(f'"paraphrases" is {kind_of_value(value)}, not a list of texts')
-    return tuple(_text(item, "paraphrases") for item in value)
+        raise RowError(f"{shown(key)} is {kind_of_value(value)}, not a list of texts")
+    return tuple(_text(item, key) for item in value)
 
 
 def _text(value: Any, key: str) -> str:
@@ -233,17 +244,19 @@ def _text(value: Any, key: str) -> str:
     return value
 
 
-def _weight(value: Any) -> float:
+def _weight(value: Any, key: str) -> float:
     if value is None:
         return 1.0
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RowError(f'"weight" is {kind_of_value(value)}, not a number')
+        raise RowError(f"{shown(key)} is {kind_of_value(value)}, not a number")
     try:
         weight = float(value)
     except OverflowError:
         weight = math.inf
     if not math.isfinite(weight) or weight <= 0:
-        raise RowError(f'"weight" is {value}; it must be a finite number over 0 (leave out rows that must not count)')
+        raise RowError(
+            f"{shown(key)} is {value}; it must be a finite number over 0 (leave out rows that must not count)"
+        )
     if not _SMALLEST_WEIGHT <= weight <= _LARGEST_WEIGHT:
-        raise RowError(f'"weight" is {value}; it must be between {_SMALLEST_WEIGHT:.0e} and {_LARGEST_WEIGHT:.0e}')
+        raise RowError(f"{shown(key)} is {value}; it must be between {_SMALLEST_WEIGHT:.0e} and {_LARGEST_WEIGHT:.0e}")
     return weight

@@ -1,0 +1,144 @@
+"""Parquet files, such as the Hugging Face Hub makes: pictures embedded as {bytes, path} or binary, or named by text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import xxhash
+
+from qwen_edit_zero.edit_data.manifests.formats.base import Content, Folder, Progress, Reader, name_of
+from qwen_edit_zero.edit_data.manifests.formats.columns import ColumnMap, Columns, find_map, unused_note
+from qwen_edit_zero.edit_data.manifests.names import RowError
+from qwen_edit_zero.edit_data.wording import shown
+from qwen_edit_zero.errors import DataError
+
+_BATCH = 1 << 13
+
+
+class ParquetTables(Reader):
+    """Rows of one or more Parquet files of one layout, counted through.
+
+    An embedded picture gets the name `FILE//ROW/COLUMN` (rows from 0), which `storage` reads; the files stay as they
+    are. Only columns of text and numbers are read here, and of pictures whether there is one.
+    """
+
+    unit = "row"
+
+    def __init__(self, folder: Folder, names: Sequence[str], told: Columns | None, title: str = "Parquet") -> None:
+        super().__init__()
+        self.title = title
+        self._folder, self._names = folder, list(names)
+        with folder.open(self._names[0]) as file:
+            schema = _opened(folder, self._names[0], file).schema_arrow
+        self._columns = find_map(schema.names, told=told, table=f"Parquet {self._names[0].rsplit('/', 1)[-1]}")
+        self.called = self._columns.called
+        self.total = sum(folder.size(name) for name in self._names)
+
+    def content_key(self, on_progress: Progress) -> str:
+        digest = xxhash.xxh3_128()
+        for name in self._names:
+            digest.update(f"{name}\0{self._folder.stamp(name)}\0".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
+
+    def records(self) -> Iterator[tuple[int, Content]]:
+        unused: set[str] = set()
+        for name in self._names:
+            if len(self._names) > 1:
+                self.places.append((name, self.lines + 1))
+            size = self._folder.size(name)
+            with self._folder.open(name) as file:
+                table = _opened(self._folder, name, file)
+                missing = self._columns.used() - set(table.schema_arrow.names)
+                if missing:
+                    raise DataError(
+                        f"manifest {shown(name_of(self._folder, name))}: it has no column {shown(min(missing))}, and "
+                        f"{shown(self._names[0])} has; all files of a set must have the same columns"
+                    )
+                unused |= set(table.schema_arrow.names) - self._columns.used()
+                rows = max(1, table.metadata.num_rows)
+                before = self.done
+                for number, content in self._rows(table, name):
+                    self.lines += 1
+                    self.done = before + size * (number + 1) // rows
+                    yield self.lines, content
+        self.notes = unused_note(unused)
+
+    def _rows(self, table: Any, name: str) -> Iterator[tuple[int, Content]]:
+        embedded, light = _layout(table.schema_arrow, self._columns, self._folder, name)
+        number = 0
+        for group in range(table.num_row_groups):
+            held = {column: _is_held(table, group, leaf) for column, leaf in embedded.items()}
+            at = 0
+            for batch in table.iter_batches(batch_size=_BATCH, row_groups=[group], columns=light or None):
+                cells = {column: batch.column(column).to_pylist() for column in batch.schema.names}
+                for i in range(batch.num_rows):
+                    row = {column: values[i] for column, values in cells.items()}
+                    for column, there in held.items():
+                        if there[at + i] if isinstance(there, list) else there:
+                            row[column] = f"{name}//{number}/{column}"
+                        else:  # perhaps its path is that of a file
+                            row[column] = row[column].get("path") if isinstance(row.get(column), dict) else None
+                    yield number, self._content(row)
+                    number += 1
+                at += batch.num_rows
+
+    def _content(self, row: dict[str, Any]) -> Content:
+        try:
+            return self._columns.values(row)
+        except RowError as error:
+            return error
+
+
+def _opened(folder: Folder, name: str, file: Any) -> Any:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"manifest {shown(name_of(folder, name))}: it is no Parquet file that can be read "
+            f"({' '.join(str(error).split())})"
+        ) from error
+
+
+def _layout(schema: Any, columns: ColumnMap, folder: Folder, name: str) -> tuple[dict[str, str], list[str]]:
+    """The leaf of the bytes of each column with embedded pictures, and the small leaves, which alone are read."""
+    import pyarrow
+
+    pictures = {*columns.sources, *(columns.of[key] for key in ("target", "mask") if key in columns.of)}
+    embedded: dict[str, str] = {}
+    light = []
+    for column in sorted(columns.used()):
+        kind = schema.field(column).type
+        if column in pictures and pyarrow.types.is_struct(kind):
+            if kind.get_field_index("bytes") < 0:
+                raise DataError(
+                    f"manifest {shown(name_of(folder, name))}: column {shown(column)} is {kind}, not a picture "
+                    "({bytes, path}, binary, or a file name)"
+                )
+            embedded[column] = f"{column}.bytes"
+            if kind.get_field_index("path") >= 0:
+                light.append(f"{column}.path")
+        elif column in pictures and (pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)):
+            embedded[column] = column
+        else:
+            light.append(column)
+    return embedded, light
+
+
+def _is_held(table: Any, group: int, leaf: str) -> bool | list[bool]:
+    """Whether all pictures of a row group are there, by its statistics; a list where some are, which must be read."""
+    metadata = table.metadata.row_group(group)
+    for i in range(metadata.num_columns):
+        column = metadata.column(i)
+        if column.path_in_schema == leaf:
+            statistics = column.statistics
+            if statistics is not None and statistics.has_null_count and statistics.null_count in (0, metadata.num_rows):
+                return bool(statistics.null_count == 0)
+    held: list[bool] = []
+    for batch in table.iter_batches(batch_size=64, row_groups=[group], columns=[leaf]):
+        column = batch.column(0)
+        held.extend((column.field("bytes") if leaf.endswith(".bytes") else column).is_valid().to_pylist())
+    return held
