@@ -1,4 +1,4 @@
-"""Bring the many ways of saying an edit to few: by rules, listing each change, leaving alone what no rule understands.
+"""Bring the many ways of saying an edit to few: by rules, each change listed; what no rule understands stays as it is.
 
 A round runs the rules of scope `text` over the whole instruction, then tries those of scope `clause` on each clause: the
 first one that matches a clause from end to end rewrites it. Rounds go on until nothing changes, so the result of a
@@ -76,7 +76,7 @@ class Normaliser:
         self._clause_rules = [rule for rule in self.rules if rule.scope == "clause"]
 
     def normalise(self, text: str) -> Normalised:
-        """The canonical form of `text`; `text` itself if no rule understands it, or if rules undo each other for ever."""
+        """The canonical form of `text`; `text` itself if no rule understands it, or if rules undo each other."""
         changes: list[Change] = []
         withheld: dict[str, None] = {}
         current = text

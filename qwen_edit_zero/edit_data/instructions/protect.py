@@ -16,7 +16,8 @@ _PAIRS = {"“": "”", "「": "」", "『": "』", "《": "》", "〈": "〉", 
 
 # Words after which unquoted text to be written follows, up to the end of the sentence or the next order.
 _WRITING = re.compile(
-    r"""(?:写(?:上|着|有|成|下)?(?!实|真|意|生|字楼)|[印刻](?:上|着)|字样|字幕|(?:文字|文本|文案|标题|标语|口号|内容|字)(?:是|为|改为|改成|换成|变成|：|:)|署名(?:为)?|
+    r"""(?:写(?:上|着|有|成|下)?(?!实|真|意|生|字楼)|[印刻](?:上|着)|字样|字幕|
+    (?:文字|文本|文案|标题|标语|口号|内容|字)(?:是|为|改为|改成|换成|变成|：|:)|署名(?:为)?|
     名(?:字)?(?:叫|为|是)|叫做|
     \b(?:that\ (?:says?|reads?)|saying|reading|with\ the\ (?:text|words?|letters|caption|title|slogan|name)|the\ words?|text:|
     (?:write|print|engrave|spell)s?|caption(?:ed)?|titled|named|labell?ed|called|to\ say)\b(?:\ ?:)?)
@@ -37,8 +38,8 @@ _PLAIN = re.compile(
 def protected_spans(text: str) -> list[tuple[int, int]]:
     """Start and end of every part that must stay byte for byte, in order, not overlapping.
 
-    Quotations with their quotes (“”, ‘’, 「」, 『』, 《》, «», straight and back quotes; one that is never closed goes to
-    the end), text to be written after words such as 写上 or "saying", URLs, addresses, file names, @ and # names.
+    Quotations with their quotes (“”, ‘’, 「」, 『』, 《》, «», straight and back quotes; one that is never closed goes
+    to the end), text to be written after words such as 写上 or "saying", URLs, addresses, file names, @ and # names.
     """
     spans: list[tuple[int, int]] = []
     i = 0
