@@ -20,7 +20,7 @@ from qwen_edit_zero.checkpoints.consolidation_folder import PROVENANCE
 from qwen_edit_zero.checkpoints.layout import checkpoint_folders
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.errors import QwenEditError
-from qwen_edit_zero.training.resume import choose_checkpoint
+from qwen_edit_zero.training.resume import CheckpointChoice
 
 TRIALS = 40  # of each way, for each kind of file
 Damage = Callable[[Path, random.Random, Path], None]  # of a file, given another checkpoint of the same run
@@ -103,7 +103,7 @@ def measure(trials: int = TRIALS, seed: int = 0) -> list[Table]:
 
 def _resume(checkpoint: Path, scratch: Path) -> str:
     try:
-        chosen = choose_checkpoint(str(checkpoint), checkpoint.parent, lambda _: None, rank=0, world_size=1)
+        chosen = CheckpointChoice(str(checkpoint), checkpoint.parent, lambda _: None, rank=0).next()
         assert chosen is not None
         digest = hashlib.blake2b()
         with CheckpointReader(chosen) as reader:

@@ -41,9 +41,11 @@ from benchmarks.engines import problem
 from benchmarks.engines.tables import Table
 from qwen_edit_zero.checkpoints.manifest import ModelReference
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
+from qwen_edit_zero.checkpoints.shared_reading import opened_together
 from qwen_edit_zero.checkpoints.writer import save_checkpoint
 from qwen_edit_zero.flat_state import FlatRange
-from qwen_edit_zero.training.resume import choose_checkpoint
+from qwen_edit_zero.training.loading import load_checkpoint
+from qwen_edit_zero.training.resume import CheckpointChoice
 from tests.ranks import run_ranks
 
 CONFIG = problem.transformer_config(width=640, layers=5)
@@ -246,11 +248,10 @@ def _contenders(kind: str, folder: Path, config: dict[str, Any]) -> dict[str, _C
             engine.load_state(reader, scalars)
 
     def check_and_load() -> None:
-        found = choose_checkpoint(
-            str(path), path.parent, lambda _: None, rank=dist.get_rank(), world_size=dist.get_world_size()
-        )
+        found = CheckpointChoice(str(path), path.parent, lambda _: None, rank=dist.get_rank()).next()
         assert found == path
-        load()
+        with opened_together(path) as reader:
+            load_checkpoint(engine, reader, lambda _: None)
 
     if isinstance(peer, Dcp):
         theirs = _Contender(folder / THEIRS, lambda: peer.load(folder / THEIRS), peer.ranges)
