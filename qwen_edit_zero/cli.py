@@ -103,6 +103,20 @@ def _parser() -> ArgumentParser:
         help="do not compare frozen parameters with those of MODEL, which reads all of both",
     )
     verb.set_defaults(verb=_import)
+    data = verbs.add_parser("data", help="look at data sets").add_subparsers(required=True, metavar="VERB")
+    for name, help_, described in (
+        ("normalise", "show instructions before and after normalisation, with the rules", "data.normalise"),
+        ("safety", "show what the word filter finds in instructions", "data.safety_rules"),
+    ):
+        verb = data.add_parser(name, help=help_, description=help_)
+        verb.add_argument(
+            "what", nargs="+", metavar="TEXT|MANIFEST", help="an instruction, a manifest, demo, or - for lines of stdin"
+        )
+        verb.add_argument(
+            "--rules", type=Path, metavar="FILE", help=f"YAML file, as {described} (default: the shipped)"
+        )
+        verb.add_argument("--all", action="store_true", help="of a manifest: every row in question, not the first 20")
+        verb.set_defaults(verb=_instructions, action=name)
     hostfile = verbs.add_parser("hostfile", help="check hostfiles").add_subparsers(required=True, metavar="VERB")
     verb = hostfile.add_parser("check", help="say in plain words what a hostfile means")
     verb.add_argument("file", type=Path, help="a hostfile such as hostfiles/8node")
@@ -226,6 +240,13 @@ def _import(parsed: Namespace) -> int:
         )
     print(f"written: {written}")
     return 0
+
+
+def _instructions(parsed: Namespace) -> int:
+    from qwen_edit_zero.edit_data.instructions.commands import show_normalised, show_safety
+
+    show = show_normalised if parsed.action == "normalise" else show_safety
+    return show(parsed.what, rules=parsed.rules, everything=parsed.all)
 
 
 def _check_hostfile(parsed: Namespace) -> int:

@@ -1,7 +1,7 @@
 """Bring the many ways of saying an edit to few: by rules, each change listed; what no rule understands stays as it is.
 
-A round runs the rules of scope `text` over the whole instruction, then tries those of scope `clause` on each clause: the
-first one that matches a clause from end to end rewrites it. Rounds go on until nothing changes, so the result of a
+A round runs the rules of scope `text` over the whole instruction, then tries those of scope `clause` on each clause:
+the first one that matches a clause from end to end rewrites it. Rounds go on until nothing changes, so the result of a
 normalisation is its own normalisation.
 
 What never changes: quotations and other protected parts (`protect`), and numbers. A rule whose result would lack one of

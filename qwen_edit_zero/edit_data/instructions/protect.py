@@ -17,12 +17,12 @@ _PAIRS = {"“": "”", "「": "」", "『": "』", "《": "》", "〈": "〉", 
 # Words after which unquoted text to be written follows, up to the end of the sentence or the next order.
 _WRITING = re.compile(
     r"""(?:写(?:上|着|有|成|下)?(?!实|真|意|生|字楼)|[印刻](?:上|着)|字样|字幕|
-    (?:文字|文本|文案|标题|标语|口号|内容|字)(?:是|为|改为|改成|换成|变成|：|:)|署名(?:为)?|
-    名(?:字)?(?:叫|为|是)|叫做|
-    \b(?:that\ (?:says?|reads?)|saying|reading|with\ the\ (?:text|words?|letters|caption|title|slogan|name)|the\ words?|text:|
-    (?:write|print|engrave|spell)s?|caption(?:ed)?|titled|named|labell?ed|called|to\ say)\b(?:\ ?:)?)
+    (?:文字|文本|文案|标题|标语|口号|内容|字)(?:是|为|改为|改成|换成|变成|：|:)|署名(?:为)?|名(?:字)?(?:叫|为|是)|叫做|
+    \b(?:that\ (?:says?|reads?)|saying|reading|with\ the\ (?:text|words?|letters|caption|title|slogan|name)|the\ words?|
+    text:|(?:write|print|engrave|spell)s?|caption(?:ed)?|titled|named|labell?ed|called|to\ say)\b(?:\ ?:)?)
     \s*(?P<text>(?![“"「『'‘《«`])[^\s。！？；;\n，,][^。！？；;\n]*?)
-    (?=$|[。！？；;\n]|[，,]\s*(?:把|将|再|并|然后|同时|请|去|删|移|加|添|换|改|change|turn|make|remove|add|replace|keep|and|then)\b)""",
+    (?=$|[。！？；;\n]|[，,]\s*(?:[把将再并请去删移加添换改]|然后|同时|
+    (?:change|turn|make|remove|add|replace|keep|and|then)\b))""",
     re.VERBOSE | re.IGNORECASE,
 )  # fmt: skip
 _PLAIN = re.compile(
