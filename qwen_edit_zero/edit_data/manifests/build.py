@@ -30,10 +30,16 @@ _MOST_WORKERS = 16
 
 
 def write_part(
-    reader: Reader, folder: Path, rules: NameRules, *, max_references: int, on_progress: Progress | None = None
+    reader: Reader,
+    folder: Path,
+    rules: NameRules,
+    *,
+    location: str,
+    max_references: int,
+    on_progress: Progress | None = None,
 ) -> None:
     """Read all rows and write them to a part of an index. Raises DataError for a mistake of the whole manifest."""
-    writer = PartWriter(folder)
+    writer = PartWriter(folder, location=location)
     for number, content in reader.records():
         row: Row | None = None
         try:
@@ -85,7 +91,14 @@ def build_index(
                 parts = _by_workers(file, ranges, work, rules, max_references, on_progress)
             else:
                 parts = [work / "part-000"]
-                write_part(reader, parts[0], rules, max_references=max_references, on_progress=on_progress)
+                write_part(
+                    reader,
+                    parts[0],
+                    rules,
+                    location=location,
+                    max_references=max_references,
+                    on_progress=on_progress,
+                )
             made = work / "index"
             made.mkdir()
             assemble(parts, made, Header(location, reader.title, reader.unit))

@@ -27,7 +27,16 @@ import orjson
 import xxhash
 
 from qwen_edit_zero.edit_data.manifests.duplicates import duplicates
-from qwen_edit_zero.edit_data.manifests.index_part import RECORDS, REFUSED, content_id, read_summary, reason_kind
+from qwen_edit_zero.edit_data.manifests.index_part import (
+    MOST_CATEGORIES,
+    MOST_SPLITS,
+    RECORDS,
+    REFUSED,
+    content_id,
+    read_summary,
+    reason_kind,
+    too_many,
+)
 from qwen_edit_zero.edit_data.manifests.rows import Row
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError
@@ -114,7 +123,10 @@ class Index:
         start, length = int(self.columns["start"][number]), int(self.columns["length"][number])
         part = bisect_right(self._bases, start) - 1
         offset = start - self._bases[part]
-        return _row(self._records[part][offset : offset + length])
+        try:
+            return _row(self._records[part][offset : offset + length])
+        except ValueError as error:
+            raise DataError(f"index {shown(self.folder)}: row {number} is damaged; delete that folder") from error
 
     def refusal(self, number: int) -> tuple[int, str | None, str]:
         """(line, id, reason) of a refused row, in the order of their lines."""
@@ -141,6 +153,9 @@ def assemble(parts: Sequence[Path], out: Path, header: Header) -> None:
         lines += summary.lines
     header.categories = list(dict.fromkeys(name for summary in summaries for name in summary.categories))
     header.splits = list(dict.fromkeys(name for summary in summaries for name in summary.splits))
+    for key, values, most in (("category", header.categories, MOST_CATEGORIES), ("split", header.splits, MOST_SPLITS)):
+        if len(values) > most:
+            raise too_many(key, most, header.location)
     header.notes = list(dict.fromkeys(note for summary in summaries for note in summary.notes))
     header.places = [(n, first + at) for s, at in zip(summaries, first_lines, strict=True) for n, first in s.places]
     reasons = Counter[str]()

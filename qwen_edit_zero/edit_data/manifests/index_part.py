@@ -18,6 +18,7 @@ import orjson
 import xxhash
 
 from qwen_edit_zero.edit_data.manifests.rows import Row
+from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError
 
 RECORDS, REFUSED, SUMMARY = "rows.bin", "refused.jsonl", "part.json"
@@ -62,9 +63,9 @@ class PartSummary:
 class PartWriter:
     """Writes rows to a new part in `folder` as they come; memory does not grow with their number."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, location: str) -> None:
         folder.mkdir(parents=True)
-        self._folder = folder
+        self._folder, self._location = folder, location
         self._files: dict[str, BinaryIO] = {
             name: (folder / name).open("wb") for name in (RECORDS, REFUSED, *(f"{c}.bin" for c in COLUMNS))
         }
@@ -88,8 +89,8 @@ class PartWriter:
         columns["line"].append(line)
         columns["hash"].append(xxhash.xxh3_64_intdigest(id_.encode()))
         columns["weight"].append(row[5])
-        columns["category"].append(_code(self._categories, row[4] or "", "category", MOST_CATEGORIES, line))
-        columns["split"].append(_code(self._splits, row[6] or "", "split", MOST_SPLITS, line))
+        columns["category"].append(self._code(self._categories, row[4] or "", "category", MOST_CATEGORIES))
+        columns["split"].append(self._code(self._splits, row[6] or "", "split", MOST_SPLITS))
         if len(self._records) >= _CHUNK:
             self._flush()
 
@@ -110,6 +111,14 @@ class PartWriter:
         summary.reasons, summary.categories = dict(self._reasons), list(self._categories)
         summary.splits = list(self._splits)
         (self._folder / SUMMARY).write_text(json.dumps(asdict(summary)), encoding="utf-8")
+
+    def _code(self, codes: dict[str, int], value: str, key: str, most: int) -> int:
+        code = codes.get(value)
+        if code is None:
+            if len(codes) >= most:
+                raise too_many(key, most, self._location)
+            code = codes[value] = len(codes)
+        return code
 
     def _flush(self) -> None:
         self._files[RECORDS].write(b"".join(self._records))
@@ -138,12 +147,8 @@ def reason_kind(reason: str) -> str:
     return re.sub(r"\d[\d,]*", "N", re.sub(r'"(?:[^"\\]|\\.)*"', "...", reason))[:200]
 
 
-def _code(codes: dict[str, int], value: str, key: str, most: int, line: int) -> int:
-    code = codes.get(value)
-    if code is None:
-        if len(codes) >= most:
-            raise DataError(
-                f"line {line}: over {most:,} different values of {key!r}; it names a group of samples, not one sample"
-            )
-        code = codes[value] = len(codes)
-    return code
+def too_many(key: str, most: int, location: str) -> DataError:
+    """The error of a manifest in which a key that groups samples has another value for almost each."""
+    return DataError(
+        f'manifest {shown(location)}: over {most:,} different values of "{key}"; it names a group of samples, not one'
+    )

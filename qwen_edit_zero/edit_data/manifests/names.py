@@ -17,6 +17,12 @@ class RowError(ValueError):
     """What is wrong with a row, without its place."""
 
 
+def split_member(name: str) -> tuple[str, str] | None:
+    """Archive and member of a name such as `shard.tar//a/b.png`; None of a file's own name."""
+    match = _MEMBER.fullmatch(name)
+    return (match[1], match[2]) if match else None
+
+
 def are_plain(names: str) -> bool:
     """Whether names, each with a `/` in front, are certainly fine as they are, as most are.
 
@@ -57,9 +63,9 @@ class NameRules:
             return name
         if "\0" in name:
             raise RowError(f"{shown(key)} {shown(name)}: it holds a NUL character")
-        member = _MEMBER.fullmatch(name)
+        member = split_member(name)
         if member:
-            return f"{self._checked(member[1], key, name)}//{member[2]}"
+            return f"{self._checked(member[0], key, name)}//{member[1]}"
         return self._checked(name, key, name)
 
     def _checked(self, name: str, key: str, whole: str) -> str:

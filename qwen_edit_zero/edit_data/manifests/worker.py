@@ -25,7 +25,14 @@ def main(task: str) -> int:
         progress.write_text(str(done))
 
     try:
-        write_part(reader, part, rules, max_references=values["max_references"], on_progress=report)
+        write_part(
+            reader,
+            part,
+            rules,
+            location=values["file"],
+            max_references=values["max_references"],
+            on_progress=report,
+        )
     except QwenEditError as error:
         print(error, file=sys.stderr)
         return error.exit_status
