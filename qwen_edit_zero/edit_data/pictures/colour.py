@@ -8,6 +8,8 @@ import io
 import numpy as np
 from PIL import Image, ImageChops, ImageCms
 
+from qwen_edit_zero.edit_data.pictures.problem import PictureProblemError
+
 BACKGROUND = (255, 255, 255)  # what shows through transparent pixels
 
 GREY_SAMPLES = "qwen_edit_zero: bits of a grey sample, whether 0 is white"  # a key of `Image.info`
@@ -27,7 +29,7 @@ def to_srgb(image: Image.Image, *, visible: tuple[int, int, int, int] | None = N
         visible: (left, top, right, bottom) of what the file covers of its canvas; the rest is transparent.
 
     Raises:
-        ValueError: the pixel format has no stated range or meaning, or nothing of the picture is visible.
+        PictureProblemError: the pixel format has no stated range or meaning, or nothing of the picture is visible.
     """
     width, height = image.size
     rows = max(1, _BAND // width)
@@ -42,7 +44,7 @@ def to_srgb(image: Image.Image, *, visible: tuple[int, int, int, int] | None = N
             rgb.paste(converted, (0, top))
             seen = seen or something
     if not seen:
-        raise ValueError(
+        raise PictureProblemError(
             "it is transparent everywhere, so nothing of it is visible (of an animation only the first frame counts)"
         )
     if visible is not None and visible != (0, 0, *image.size):
@@ -56,14 +58,16 @@ def to_grey(image: Image.Image) -> Image.Image:
     """A mask as mode L: grey as it is, colours by luminance (ITU-R 601), transparent parts black; no colour profiles.
 
     Raises:
-        ValueError: as `to_srgb`, or the values are labels 0 and 1 instead of black and white.
+        PictureProblemError: as `to_srgb`, or the values are labels 0 and 1 instead of black and white.
     """
     colour, alpha = _split(image)
     grey = colour.convert("L")
     if alpha is not None:
         grey = ImageChops.multiply(grey, alpha)
     if grey.getextrema()[1] == 1:
-        raise ValueError("its largest value is 1 of 255, as in a map of labels; in a mask what counts is white (255)")
+        raise PictureProblemError(
+            "its largest value is 1 of 255, as in a map of labels; in a mask what counts is white (255)"
+        )
     return grey
 
 
@@ -98,7 +102,9 @@ def _split(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
         image = image.convert("RGB")
     elif image.mode in ("1", "L", "RGB") and key is not None:
         if isinstance(key, tuple) and max(key) > 255:
-            raise ValueError("it has 16 bits a channel and a transparent colour, which cannot be told apart in 8 bits")
+            raise PictureProblemError(
+                "it has 16 bits a channel and a transparent colour, which cannot be told apart in 8 bits"
+            )
         image = image.convert("RGBA" if image.mode == "RGB" else "LA")
     if image.mode == "1":
         image = image.convert("L")
@@ -108,7 +114,7 @@ def _split(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
         return image.getchannel("L"), image.getchannel("A")
     if image.mode == "RGBA":
         return image.convert("RGB"), image.getchannel("A")
-    raise ValueError(
+    raise PictureProblemError(
         f"its pixels are of mode {image.mode}, whose range is not stated in the file; save it with 8 or 16 bits"
     )
 

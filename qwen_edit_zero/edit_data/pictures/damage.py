@@ -10,6 +10,7 @@ from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from qwen_edit_zero.edit_data.pictures.png import PngFacts, check_pixels
+from qwen_edit_zero.edit_data.pictures.problem import PictureProblemError
 
 _TRANSFERS = {16: "PQ", 18: "HLG"}  # ITU-T H.273: high dynamic range
 _NEW_SUBFILE_TYPE, _BITS_PER_SAMPLE, _PHOTOMETRIC = 254, 258, 262
@@ -25,7 +26,7 @@ def check_jpeg(data: bytes, mode: str) -> None:
     harm.
 
     Raises:
-        ValueError: data are missing or damaged. JPEG has no checksums, so not all damage can be found.
+        PictureProblemError: data are missing or damaged. JPEG has no checksums, so not all damage can be found.
     """
     try:
         simplejpeg.decode_jpeg(
@@ -33,13 +34,14 @@ def check_jpeg(data: bytes, mode: str) -> None:
         )
     except ValueError as error:
         if any(part in str(error).lower() for part in _JPEG_DAMAGE):
-            raise
+            raise PictureProblemError(f"its data are damaged or incomplete ({error})") from error
 
 
 def check_png(data: io.BytesIO, facts: PngFacts, image: Image.Image) -> None:
-    """Compare the amount of pixel data with the size of the loaded picture, if its end is empty. Raises ValueError."""
+    """Raises PictureProblemError if there is less pixel data than the picture's size, which is loaded, asks for."""
     width, height = image.size
     last = image.crop((0, height - 1, width, height))
+    # Rows that were not filled are 0; there are black rows too, and only then the data are inflated once more.
     if facts.interlaced or not np.asarray(last).any():
         check_pixels(data, facts.pixel_bytes(width, height))
 
@@ -48,21 +50,23 @@ def scaled_key(image: Image.Image, facts: PngFacts) -> None:
     """Bring the transparent grey of a PNG with 2 or 4 bits to the 8 bits that Pillow gives its pixels.
 
     Raises:
-        ValueError: the picture has 16 bits a channel, of which Pillow has dropped the lower ones.
+        PictureProblemError: the picture has 16 bits a channel, of which Pillow has dropped the lower ones.
     """
     key = image.info.get("transparency")
     if key is None:
         return
     if facts.colour_type == 2 and facts.bits == 16:
-        raise ValueError("it has 16 bits a channel and a transparent colour, which cannot be told apart in 8 bits")
+        raise PictureProblemError(
+            "it has 16 bits a channel and a transparent colour, which cannot be told apart in 8 bits"
+        )
     if facts.colour_type == 0 and facts.bits in (2, 4) and isinstance(key, int):
         image.info["transparency"] = key * 255 // (2**facts.bits - 1)
 
 
 def check_range(transfer: int | None) -> None:
-    """Raises ValueError for pictures of high dynamic range, whose numbers would be taken for sRGB's."""
+    """Raises PictureProblemError for pictures of high dynamic range, whose numbers would be taken for sRGB's."""
     if transfer in _TRANSFERS:
-        raise ValueError(
+        raise PictureProblemError(
             f"it is of high dynamic range ({_TRANSFERS[transfer]}), which has no fixed place in sRGB; export it in sRGB"
         )
 
@@ -74,9 +78,11 @@ def avif_transfer(data: bytes) -> int | None:
 
 
 def check_tiff(image: Image.Image) -> None:
-    """Raises ValueError for a TIFF that begins with a thumbnail: cameras' raw files do, and Pillow sees no more."""
+    """Raises PictureProblemError for a TIFF that begins with a thumbnail, as cameras' raw files do."""
     if isinstance(image, TiffImageFile) and int(image.tag_v2.get(_NEW_SUBFILE_TYPE, 0)) & 1:
-        raise ValueError("its first page is a thumbnail (a camera's raw file?); develop it to JPEG, PNG or TIFF")
+        raise PictureProblemError(
+            "its first page is a thumbnail (a camera's raw file?); develop it to JPEG, PNG or TIFF"
+        )
 
 
 def grey_of_tiff(image: Image.Image) -> tuple[int, bool]:

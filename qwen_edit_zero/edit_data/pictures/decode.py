@@ -23,6 +23,7 @@ from qwen_edit_zero.edit_data.pictures.damage import (
     scaled_key,
 )
 from qwen_edit_zero.edit_data.pictures.png import PngFacts, scan_png
+from qwen_edit_zero.edit_data.pictures.problem import PictureProblemError
 from qwen_edit_zero.edit_data.pictures.recognise import FORMATS, what_it_is
 from qwen_edit_zero.edit_data.storage.files import PictureFile, as_file, check_limit, refusal
 from qwen_edit_zero.edit_data.storage.local import os_reason
@@ -80,6 +81,8 @@ def _decoded(file: PictureFile | Path, convert: _Convert) -> Image.Image:
         upright = _upright(content, file.name, convert)
     except QwenEditError:
         raise
+    except PictureProblemError as error:
+        raise refusal(file.name, str(error)) from error
     except Exception as error:  # decoders raise whatever they like on damaged input
         raise refusal(file.name, f"it cannot be decoded: {_first_line(error)}") from error
     upright.info.clear()
@@ -125,6 +128,8 @@ def picture_size(file: PictureFile | Path) -> tuple[int, int]:
             turn = _turn(image, _png_facts(image, stream, verify=False))
     except QwenEditError:
         raise
+    except PictureProblemError as error:
+        raise refusal(file.name, str(error)) from error
     except OSError as error:
         raise refusal(file.name, os_reason(error)) from error
     except Exception as error:
@@ -149,7 +154,7 @@ def _open(file: BinaryIO, name: str) -> Image.Image:
         raise refusal(name, what_it_is(head)) from error
     try:
         check_tiff(image)
-    except ValueError as error:
+    except PictureProblemError as error:
         image.close()
         raise refusal(name, str(error)) from error
     width, height = image.size

@@ -6,6 +6,8 @@ import zlib
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from qwen_edit_zero.edit_data.pictures.problem import PictureProblemError
+
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _EXIF_LIMIT = 1 << 20
 _PIECE = 1 << 18  # bytes inflated at once
@@ -51,7 +53,7 @@ def scan_png(file: BinaryIO, *, verify: bool) -> PngFacts:
     data. With `verify` every chunk is read and its CRC-32 compared; without it the pixel data is skipped over.
 
     Raises:
-        ValueError: a checksum is wrong, or the file ends before its end chunk.
+        PictureProblemError: a checksum is wrong, or the file ends before its end chunk.
     """
     file.seek(len(_SIGNATURE))
     exif: bytes | None = None
@@ -60,16 +62,18 @@ def scan_png(file: BinaryIO, *, verify: bool) -> PngFacts:
     while True:
         head = file.read(8)
         if len(head) < 8:
-            raise ValueError("the file ends before the PNG's end chunk: it was cut short")
+            raise PictureProblemError("the file ends before the PNG's end chunk: it was cut short")
         length, kind = int.from_bytes(head[:4], "big"), head[4:]
         wanted = kind in (b"IHDR", b"eXIf", b"cICP") and length <= _EXIF_LIMIT
         if verify or wanted:
             body = file.read(length)
             checksum = file.read(4)
             if len(body) < length or len(checksum) < 4:
-                raise ValueError("the file ends inside a PNG chunk: it was cut short")
+                raise PictureProblemError("the file ends inside a PNG chunk: it was cut short")
             if zlib.crc32(body, zlib.crc32(kind)) != int.from_bytes(checksum, "big"):
-                raise ValueError(f"the checksum of its {kind.decode('latin-1')} chunk is wrong: the file is damaged")
+                raise PictureProblemError(
+                    f"the checksum of its {kind.decode('latin-1')} chunk is wrong: the file is damaged"
+                )
             if kind == b"IHDR" and length == 13:
                 header = body
             elif kind == b"eXIf" and wanted and exif is None:
@@ -88,7 +92,7 @@ def check_pixels(file: BinaryIO, wanted: int) -> None:
     A PNG whose pixel data ends early, though its chunks are whole, leaves Pillow's picture black from there on.
 
     Raises:
-        ValueError: there are fewer.
+        PictureProblemError: there are fewer.
     """
     file.seek(len(_SIGNATURE))
     inflate, found = zlib.decompressobj(), 0
@@ -99,4 +103,4 @@ def check_pixels(file: BinaryIO, wanted: int) -> None:
             found += len(inflate.decompress(body, _PIECE))
             body = inflate.unconsumed_tail
     if found < wanted:
-        raise ValueError(f"its pixel data ends after {found:,} of {wanted:,} bytes: the file is incomplete")
+        raise PictureProblemError(f"its pixel data ends after {found:,} of {wanted:,} bytes: the file is incomplete")
