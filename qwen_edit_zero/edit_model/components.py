@@ -114,10 +114,13 @@ def load_pipeline(
     dtype: torch.dtype = torch.float32,
     transformer: torch.nn.Module | None = None,
     channels_last: bool = False,
+    vae: bool = True,
+    text_encoder: bool = True,
 ) -> DiffusionPipeline:
     """The variant's own pipeline around `transformer`; without one it conditions but cannot sample.
 
-    `channels_last` is for the VAE.
+    `channels_last` is for the VAE. Without `vae` or `text_encoder` that model is not loaded, and the pipeline does
+    only what needs the other.
 
     Raises ModelFolderError if the tokenizer splits the prompt template into another number of tokens than the
     pipeline drops: every embedding would be shifted.
@@ -125,8 +128,8 @@ def load_pipeline(
     kind = QwenImageEditPipeline if folder.variant is Variant.EDIT else QwenImageEditPlusPipeline
     pipeline = kind(
         scheduler=load_scheduler(folder),
-        vae=load_vae(folder, device=device, dtype=dtype, channels_last=channels_last),
-        text_encoder=load_text_encoder(folder, device=device, dtype=dtype),
+        vae=load_vae(folder, device=device, dtype=dtype, channels_last=channels_last) if vae else None,
+        text_encoder=load_text_encoder(folder, device=device, dtype=dtype) if text_encoder else None,
         tokenizer=load_tokenizer(folder),
         processor=load_processor(folder),
         transformer=transformer,

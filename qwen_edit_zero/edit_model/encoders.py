@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -13,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
-from qwen_edit_zero.edit_model.components import load_pipeline, release_memory
+from qwen_edit_zero.edit_model.components import load_pipeline, load_text_encoder, load_vae, release_memory
 from qwen_edit_zero.edit_model.folder import ModelFolder, Variant
 from qwen_edit_zero.edit_model.sizes import size_at_area
 from qwen_edit_zero.errors import DataError
@@ -37,7 +35,7 @@ class Conditioning:
 
 
 class ConditioningEncoder:
-    """Text encoder and VAE of a model folder. They are loaded at the first `encode` and released by `close`.
+    """Text encoder and VAE of a model folder. Each is loaded when it is first needed, and released by `release`.
 
     Args:
         vae_area: pixels to which pictures are resized for the VAE (1024 * 1024 for the released models).
@@ -60,9 +58,6 @@ class ConditioningEncoder:
         self.folder, self.device, self.dtype = folder, torch.device(device), dtype
         self._channels_last = channels_last
         self.vae_area, self.condition_area = vae_area, condition_area
-        self.fingerprint = conditioning_fingerprint(
-            folder, vae_area=vae_area, condition_area=condition_area, dtype=dtype
-        )
         self._pipeline: DiffusionPipeline | None = None
 
     @torch.no_grad()
@@ -86,8 +81,8 @@ class ConditioningEncoder:
         """The embedding (L, D) of an instruction with its references, which are RGB and have been resized to
         `condition_area` already; CPU. Raises DataError as `encode`."""
         self._check_references(references)
-        pipeline = self._loaded()
-        self._check_instruction(pipeline, instruction)
+        self.check_instruction(instruction)
+        pipeline = self._with_text_encoder()
         prompt_embeds, mask = pipeline.encode_prompt(
             prompt=[instruction], image=list(references) if self._several else references[0], device=self.device
         )
@@ -104,49 +99,14 @@ class ConditioningEncoder:
     def latent(self, picture: Image.Image) -> torch.Tensor:
         """The normalised latent (16, height / 8, width / 8) of a picture, which is RGB and has been resized to
         `vae_area` already: sides are multiples of 32. CPU."""
-        pipeline = self._loaded()
+        pipeline = self._with_vae()
         pixels = pipeline.image_processor.preprocess(picture, picture.height, picture.width).unsqueeze(2)
         latent: torch.Tensor = pipeline._encode_vae_image(image=pixels.to(self.device, self.dtype), generator=None)
         return latent[0, :, 0].cpu()
 
-    def close(self) -> None:
-        """Release the models. Idempotent; a later `encode` loads them again."""
-        self._pipeline = None
-        release_memory()
-
-    @property
-    def _several(self) -> bool:
-        return self.folder.variant.takes_several_references
-
-    def _loaded(self) -> DiffusionPipeline:
-        if self._pipeline is None:
-            self._pipeline = load_pipeline(
-                self.folder, device=self.device, dtype=self.dtype, channels_last=self._channels_last
-            )
-        return self._pipeline
-
-    def _for_vision(self, picture: Image.Image) -> Image.Image:
-        area = self.vae_area if self.folder.variant is Variant.EDIT else self.condition_area
-        return self._resized(picture, area)
-
-    def _for_vae(self, picture: Image.Image) -> Image.Image:
-        return self._resized(picture, self.vae_area)
-
-    def _resized(self, picture: Image.Image, area: int) -> Image.Image:
-        width, height = size_at_area(picture.size, area)
-        resized: Image.Image = self._loaded().image_processor.resize(picture, height, width)
-        return resized
-
-    def _check_references(self, references: Sequence[Image.Image]) -> None:
-        if not references:
-            raise DataError(f"a sample has no reference picture; {self.folder.variant} edits pictures and needs one")
-        if len(references) > 1 and not self._several:
-            raise DataError(
-                f"a sample has {len(references)} reference pictures, but {self.folder.variant} takes exactly one. Use "
-                f"{Variant.EDIT_2509} or keep one reference"
-            )
-
-    def _check_instruction(self, pipeline: DiffusionPipeline, instruction: str) -> None:
+    def check_instruction(self, instruction: str) -> None:
+        """Raises DataError for an instruction that is too long or holds chat markup; loads the tokenizer only."""
+        pipeline = self._light()
         markup = [t for t in pipeline.tokenizer.get_added_vocab() if t.startswith("<|") and t in instruction]
         if markup:
             raise DataError(
@@ -161,21 +121,85 @@ class ConditioningEncoder:
                 "Shorten it"
             )
 
+    def release(self) -> None:
+        """Release the models, not the tokenizer. Idempotent; what needs them later loads them again."""
+        if self._pipeline is not None:
+            self._pipeline.vae = self._pipeline.text_encoder = None
+        release_memory()
 
-def conditioning_fingerprint(folder: ModelFolder, *, vae_area: int, condition_area: int, dtype: torch.dtype) -> str:
-    """Hex digest of everything but the sample that decides what `ConditioningEncoder.encode` returns; loads no model.
+    def close(self) -> None:
+        """Release everything. Idempotent; a later `encode` loads it again."""
+        self._pipeline = None
+        release_memory()
 
-    Covers VAE, text encoder, tokenizer and processor files, areas, precision, the picture library in use, this code's
-    version and the minor versions of diffusers and transformers.
-    """
-    facts = {
-        "files": folder.fingerprint_of("vae", "text_encoder", "tokenizer", "processor"),
+    @property
+    def _several(self) -> bool:
+        return self.folder.variant.takes_several_references
+
+    def _light(self) -> DiffusionPipeline:
+        """The pipeline with tokenizer and processor, and whatever models have been needed so far."""
+        if self._pipeline is None:
+            self._pipeline = load_pipeline(self.folder, vae=False, text_encoder=False)
+        return self._pipeline
+
+    def _with_text_encoder(self) -> DiffusionPipeline:
+        pipeline = self._light()
+        if pipeline.text_encoder is None:
+            pipeline.text_encoder = load_text_encoder(self.folder, device=self.device, dtype=self.dtype)
+        return pipeline
+
+    def _with_vae(self) -> DiffusionPipeline:
+        pipeline = self._light()
+        if pipeline.vae is None:
+            pipeline.vae = load_vae(
+                self.folder, device=self.device, dtype=self.dtype, channels_last=self._channels_last
+            )
+        return pipeline
+
+    def _for_vision(self, picture: Image.Image) -> Image.Image:
+        area = self.vae_area if self.folder.variant is Variant.EDIT else self.condition_area
+        return self._resized(picture, area)
+
+    def _for_vae(self, picture: Image.Image) -> Image.Image:
+        return self._resized(picture, self.vae_area)
+
+    def _resized(self, picture: Image.Image, area: int) -> Image.Image:
+        width, height = size_at_area(picture.size, area)
+        resized: Image.Image = self._light().image_processor.resize(picture, height, width)
+        return resized
+
+    def _check_references(self, references: Sequence[Image.Image]) -> None:
+        if not references:
+            raise DataError(f"a sample has no reference picture; {self.folder.variant} edits pictures and needs one")
+        if len(references) > 1 and not self._several:
+            raise DataError(
+                f"a sample has {len(references)} reference pictures, but {self.folder.variant} takes exactly one. Use "
+                f"{Variant.EDIT_2509} or keep one reference"
+            )
+
+
+def about_latents(folder: ModelFolder, *, dtype: torch.dtype) -> dict[str, object]:
+    """Everything but the prepared picture that decides what `ConditioningEncoder.latent` returns; loads no model."""
+    return {
+        "vae": folder.fingerprint_of("vae"),
+        "dtype": str(dtype).removeprefix("torch."),
+        "code": _CODE_VERSION,
+        "libraries": _minor_versions("diffusers"),
+    }
+
+
+def about_prompts(folder: ModelFolder, *, dtype: torch.dtype) -> dict[str, object]:
+    """Everything but the text and the prepared references that decides what `ConditioningEncoder.prompt` returns;
+    loads no model."""
+    return {
+        "text_encoder": folder.fingerprint_of("text_encoder", "tokenizer", "processor"),
         "variant": folder.variant.value,
-        "vae_area": vae_area,
-        "condition_area": None if folder.variant is Variant.EDIT else condition_area,
-        "dtype": str(dtype),
+        "dtype": str(dtype).removeprefix("torch."),
         "pictures": "pil" if find_spec("torchvision") is None else "torchvision",
         "code": _CODE_VERSION,
-        "libraries": [".".join(version(name).split(".")[:2]) for name in ("diffusers", "transformers")],
+        "libraries": _minor_versions("diffusers", "transformers"),
     }
-    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _minor_versions(*packages: str) -> list[str]:
+    return [f"{name} {'.'.join(version(name).split('.')[:2])}" for name in packages]

@@ -84,3 +84,27 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+class LateProgress:
+    """As `Progress`, but nothing is shown of work that is done within `after_seconds`."""
+
+    def __init__(self, title: str, total: int, *, rank: int, after_seconds: float = 5.0) -> None:
+        self._title, self._total, self._rank = title, total, rank
+        self._begins = time.monotonic() + after_seconds
+        self._done = 0
+        self._shown: Progress | None = None
+
+    def advance(self, units: int = 1) -> None:
+        """Count `units` more as done."""
+        if self._shown is not None:
+            self._shown.advance(units)
+        elif time.monotonic() > self._begins:
+            self._shown = Progress(self._title, self._total, rank=self._rank, initial=self._done, min_seconds=5.0)
+            self._shown.advance(units)
+        self._done += units
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._shown is not None:
+            self._shown.close()

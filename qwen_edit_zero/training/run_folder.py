@@ -7,6 +7,7 @@ RUN/checkpoints/step-00000200/
 RUN/samples/step-00000200/
 RUN/left_out.jsonl    rows of the manifests that were refused, under data.on_error=skip
 RUN/.lock             held by the run that is going on
+RUN/.columns/         what the run knows of its samples, while it is going on
 RUN/cache/            latents and embeddings, unless data.cache_dir says otherwise
 """
 
@@ -26,6 +27,7 @@ from qwen_edit_zero.training.run_lock import LOCK_FILE, RunLock
 
 CHECKPOINTS, SAMPLES, CACHE, SETTINGS_FILE = "checkpoints", "samples", "cache", "settings.yaml"
 LEFT_OUT = "left_out.jsonl"
+WORK = ".columns"
 _KEPT_ON_RESTART = {CACHE, LOCK_FILE}  # the cache is keyed by content, so as right for the new run as for the old one
 _VERSIONS = ("qwen-edit-zero", "torch", "deepspeed", "diffusers", "transformers", "peft", "safetensors", "numpy")
 
@@ -33,6 +35,12 @@ _VERSIONS = ("qwen-edit-zero", "torch", "deepspeed", "diffusers", "transformers"
 def run_folder(settings: Settings) -> Path:
     """Absolute path of the run's folder."""
     return (settings.run.dir / settings.run.name).expanduser().absolute()
+
+
+def cache_folder(settings: Settings) -> Path:
+    """Where latents and embeddings of the run lie."""
+    chosen = settings.data.cache_dir
+    return chosen.expanduser().absolute() if chosen else run_folder(settings) / CACHE
 
 
 def take(folder: Path) -> RunLock:

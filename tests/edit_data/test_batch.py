@@ -10,11 +10,12 @@ import torch
 from qwen_edit_zero.edit_data.batches.batch import EditBatch, collate
 from qwen_edit_zero.edit_data.batches.loader import BatchLoader
 from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
-from qwen_edit_zero.edit_data.cache.store import ConditioningCache
+from qwen_edit_zero.edit_data.cache.store import SampleKey
 from qwen_edit_zero.edit_data.manifests.manifest import Sample
 from qwen_edit_zero.edit_data.storage.local import LocalPlace
 from qwen_edit_zero.errors import DataError
 from tests.edit_data.builders import entry
+from tests.edit_data.filled import filled_cache
 
 
 def batch_of(*lengths: int, references: int = 1) -> EditBatch:
@@ -58,13 +59,11 @@ class Data:
     """A filled cache of samples in two buckets."""
 
     def __init__(self, folder: Path, count: int = 13) -> None:
-        self.cache = ConditioningCache(folder, "f")
         self.samples = [
             Sample(f"a{i}", LocalPlace(folder), ("s",), "x", "t", weight=1.0 + i, line=i + 1) for i in range(count)
         ]
-        self.keys = [f"{i:032x}" for i in range(count)]
-        for i, key in enumerate(self.keys):
-            self.cache.put(key, entry(i, tokens=3 + i % 4, references=1 + i % 2))
+        made = [entry(i, tokens=3 + i % 4, references=1 + i % 2) for i in range(count)]
+        self.cache, self.keys = filled_cache(folder, made)
         self.schedule = SampleSchedule([i % 2 for i in range(count)], seed=0, global_size=4)
 
     def loader(self, *, rank: int = 0, world_size: int = 1, micro_size: int = 2, prefetch: int = 4) -> BatchLoader:
@@ -118,15 +117,17 @@ def test_values_are_those_of_the_cache(tmp_path: Path) -> None:
 def test_a_damaged_entry_is_raised_to_the_one_who_takes_the_batch(tmp_path: Path) -> None:
     data = Data(tmp_path)
     bad = data.schedule.step(2).indices[0]
-    path = data.cache.path(data.keys[bad])
-    path.write_bytes(path.read_bytes()[:-1])
+    for shard in data.cache.prompts.shards.glob("*.safetensors"):
+        content = shard.read_bytes()
+        if data.keys[bad].prompt.hex().encode() in content:
+            shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with data.loader() as loader:
         steps = loader.steps(0)
         for _ in range(2):
             _, batches = next(steps)
             assert list(batches)
         _, batches = next(steps)
-        with pytest.raises(DataError, match=data.keys[bad]):
+        with pytest.raises(DataError, match=data.keys[bad].prompt.hex()):
             list(batches)
 
 
@@ -134,7 +135,7 @@ def test_reading_goes_on_while_the_caller_computes(tmp_path: Path, monkeypatch: 
     data = Data(tmp_path)
     real = data.cache.get
 
-    def slow(key: str) -> object:
+    def slow(key: SampleKey) -> object:
         time.sleep(0.02)
         return real(key)
 
@@ -151,7 +152,7 @@ def test_reading_goes_on_while_the_caller_computes(tmp_path: Path, monkeypatch: 
 
 def test_no_more_is_read_ahead_than_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = Data(tmp_path)
-    read: list[str] = []
+    read: list[SampleKey] = []
     real = data.cache.get
     monkeypatch.setattr(data.cache, "get", lambda key: read.append(key) or real(key))
     with data.loader(micro_size=1, prefetch=3) as loader:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from qwen_edit_zero.edit_model.components import load_vae
-from qwen_edit_zero.edit_model.encoders import ConditioningEncoder, conditioning_fingerprint
+from qwen_edit_zero.edit_model.encoders import ConditioningEncoder, about_latents, about_prompts
 from qwen_edit_zero.edit_model.folder import open_model_folder
 from qwen_edit_zero.edit_model.sampling import decode
 from qwen_edit_zero.errors import DataError, ModelFolderError
@@ -99,22 +99,46 @@ def test_a_component_with_missing_weights_is_refused(plus_path: Path, tmp_path: 
         load_vae(open_model_folder(model))
 
 
-def test_the_fingerprint_covers_what_decides_the_conditioning(plus_path: Path, tmp_path: Path) -> None:
-    def fingerprint(path: Path, **changes: object) -> str:
-        facts = {"vae_area": AREA, "condition_area": AREA, "dtype": torch.float32} | changes
-        return conditioning_fingerprint(open_model_folder(path), **facts)
+def test_what_decides_latents_and_prompts_is_told_apart(plus_path: Path, tmp_path: Path) -> None:
+    def about(path: Path, dtype: torch.dtype = torch.float32) -> tuple[object, object]:
+        folder = open_model_folder(path)
+        return about_latents(folder, dtype=dtype), about_prompts(folder, dtype=dtype)
 
     copy = shutil.copytree(plus_path, tmp_path / "model")
-    same = fingerprint(plus_path)
-    assert fingerprint(copy) == same
-    changes: list[dict[str, object]] = [{"vae_area": 1}, {"condition_area": 1}, {"dtype": torch.bfloat16}]
-    assert len({same, *(fingerprint(copy, **change) for change in changes)}) == 4
-    transformer = next((copy / "transformer").glob("*.safetensors"))
-    transformer.write_bytes(transformer.read_bytes()[:-4] + b"\1\2\3\4")
-    assert fingerprint(copy) == same, "a finetuned transformer conditions alike"
-    vae = copy / "vae" / "diffusion_pytorch_model.safetensors"
-    vae.write_bytes(vae.read_bytes()[:-4] + b"\1\2\3\4")
-    assert fingerprint(copy) != same
+    latents, prompts = about(plus_path)
+    assert about(copy) == (latents, prompts)
+    assert latents not in about(copy, torch.bfloat16)
+    assert prompts not in about(copy, torch.bfloat16)
+    for file, changed in (
+        (next((copy / "transformer").glob("*.safetensors")), (False, False)),  # a finetuned one conditions alike
+        (copy / "vae" / "diffusion_pytorch_model.safetensors", (True, False)),
+        (copy / "text_encoder" / "model.safetensors", (True, True)),
+    ):
+        file.write_bytes(file.read_bytes()[:-4] + b"\1\2\3\4")
+        now = about(copy)
+        assert (now[0] != latents, now[1] != prompts) == changed
+
+
+def test_each_model_is_loaded_only_if_it_is_needed(
+    encoder: ConditioningEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qwen_edit_zero.edit_model import components, encoders
+
+    loaded: list[str] = []
+    for name in ("load_vae", "load_text_encoder"):
+        real = getattr(components, name)
+        monkeypatch.setattr(encoders, name, lambda *a, n=name, r=real, **k: loaded.append(n) or r(*a, **k))
+    encoder.check_instruction("red")
+    assert loaded == []
+    both = encoder.encode([picture(64, 64)], "red")
+    encoder.close()
+    loaded.clear()
+    assert torch.equal(encoder.latent(picture(64, 64)), both.reference_latents[0])
+    assert loaded == ["load_vae"]
+    encoder.release()
+    loaded.clear()
+    assert torch.equal(encoder.prompt([picture(64, 64)], "red"), both.prompt_embeds)
+    assert loaded == ["load_text_encoder"]
 
 
 def test_models_are_released_and_come_back(encoder: ConditioningEncoder) -> None:

@@ -23,8 +23,8 @@ _VISIBLE_SECONDS = 60.0  # in which a network file system shows what another nod
 class Part:
     """This rank's part of a column: appended to, then mapped."""
 
-    def __init__(self, path: Path, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> None:
-        self.dtype, self.shape = np.dtype(dtype), shape
+    def __init__(self, name: str, path: Path, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> None:
+        self.name, self.dtype, self.shape = name, np.dtype(dtype), shape
         self.path = path
         self._file: BinaryIO | None = path.open("wb")
 
@@ -55,21 +55,20 @@ class Columns:
 
     def part(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> Part:
         """Begin this rank's part of a column whose rows have this shape."""
-        return Part(self._part_path(name, self.ranks.rank), dtype, shape)
+        return Part(name, self._part_path(name, self.ranks.rank), dtype, shape)
 
-    def join(self, *parts: tuple[str, Part]) -> list[Column]:
-        """Join the parts of all ranks, of each name, in rank order; the whole columns, mapped. Collective."""
-        for _, part in parts:
+    def join(self, *parts: Part) -> list[Column]:
+        """Join the parts of all ranks, of each column, in rank order; the whole columns, mapped. Collective."""
+        for part in parts:
             part.close()
         self.ranks.wait()
         if self.ranks.first:
-            for name, part in parts:
-                self._join(name, part)
+            for part in parts:
+                self._join(part)
         self.ranks.wait()
-        for _, part in parts:
-            if self.ranks.size > 1:
-                part.path.unlink(missing_ok=True)
-        return [self.load(name) for name, _ in parts]
+        for part in parts:
+            part.path.unlink(missing_ok=True)
+        return [self.load(part.name) for part in parts]
 
     def save(self, name: str, values: Column) -> None:
         """Write a whole column; for rank 0."""
@@ -93,7 +92,8 @@ class Columns:
     def _part_path(self, name: str, rank: int) -> Path:
         return self.folder / f"{name}.{rank:05d}.part"
 
-    def _join(self, name: str, part: Part) -> None:
+    def _join(self, part: Part) -> None:
+        name = part.name
         paths = [self._part_path(name, rank) for rank in range(self.ranks.size)]
         for path in paths:
             wait_for(path)

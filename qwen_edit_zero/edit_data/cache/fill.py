@@ -1,172 +1,247 @@
-"""Fill the conditioning cache: what is missing is computed, split evenly over the ranks, before training starts."""
+"""Making what is missing: pictures are decoded by threads ahead of the encoders, and each entry is on disk at once."""
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 
-from qwen_edit_zero.edit_data.cache.digests import DigestMemo
-from qwen_edit_zero.edit_data.cache.store import CachedSample, ConditioningCache
-from qwen_edit_zero.edit_data.manifests.manifest import OnError, Refusal, Sample
-from qwen_edit_zero.edit_data.pictures.decode import load_picture
+from qwen_edit_zero.edit_data.cache.columns import Column, wait_for
+from qwen_edit_zero.edit_data.cache.entries import Kind
+from qwen_edit_zero.edit_data.cache.files import load_unchanged, pictures_of
+from qwen_edit_zero.edit_data.cache.needs import Making
+from qwen_edit_zero.edit_data.cache.store import ConditioningCache, told
+from qwen_edit_zero.edit_data.cache.survey import Table
+from qwen_edit_zero.edit_data.cache.todo import KINDS, TodoList, groups
+from qwen_edit_zero.edit_data.manifests.manifest import OnError, Sample
+from qwen_edit_zero.edit_data.pictures.draws import Draw
 from qwen_edit_zero.errors import DataError
 
-Encode = Callable[[Sequence[Image.Image], str, Image.Image], CachedSample]
-Exchange = Callable[[Any], list[Any]]
-Progress = Callable[[str, int, int], None]
+_AHEAD = 8  # pictures decoded while the encoders work on one
+_THREADS = 4
+_TITLES: dict[Kind, str] = {
+    "prompt": "encoding instructions",
+    "latent": "encoding pictures",
+    "mask": "reducing masks",
+}
+T = TypeVar("T")
 
-_AHEAD = 4  # samples decoded while the encoders work on one
+
+class Encoders(Protocol):
+    """The frozen models. Each is loaded at the first call that needs it, and released by `release`."""
+
+    def latent(self, picture: Image.Image) -> torch.Tensor:
+        """(16, height / 8, width / 8) of a picture at its prepared size. Raises DataError."""
+
+    def prompt(self, references: Sequence[Image.Image], instruction: str) -> torch.Tensor:
+        """(L, D) of an instruction and its references at their prepared sizes. Raises DataError."""
+
+    def check_instruction(self, instruction: str) -> None:
+        """Raises DataError for one that `prompt` would refuse; loads no model."""
+
+    def release(self) -> None:
+        """Free what was loaded."""
+
+
+class Bar(Protocol):
+    """Shows how work goes."""
+
+    def advance(self, units: int = 1) -> None:
+        """Count units as done."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+NewBar = Callable[[str, int], Bar]
+
+
+@dataclass
+class Rows:
+    """The rows of one set while the cache is filled for it.
+
+    Attributes:
+        first: number of its first row, counted through all sets.
+        sizes, digests: as in `Chunk`, of all rows.
+    """
+
+    first: int
+    table: Table
+    making: Making
+    sizes: Column
+    digests: Column
 
 
 @dataclass(frozen=True)
-class FilledCache:
-    """The outcome, the same on every rank.
+class _Item:
+    """Pictures of one sample's variant on their way to an encoder: what is to be made of them."""
 
-    Attributes:
-        samples: those that have an entry, in order.
-        keys: the entry of each of them.
-        refused: samples left out because a picture cannot be decoded.
-        computed: entries computed now, by all ranks.
-    """
-
-    samples: tuple[Sample, ...]
-    keys: tuple[str, ...]
-    refused: tuple[Refusal, ...]
-    computed: int
+    todo: TodoList
+    sample: Sample
+    making: Making
+    sizes: npt.NDArray[np.int32]
+    digests: npt.NDArray[np.uint8]
 
 
-def fill_cache(
-    samples: Sequence[Sample],
-    cache: ConditioningCache,
-    encode: Encode,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    exchange: Exchange = lambda mine: [mine],
-    on_error: OnError = "stop",
-    on_progress: Progress = lambda phase, done, total: None,
-    verify: bool = False,
-) -> FilledCache:
-    """Give every sample an entry. Collective if `world_size` is over 1; the result does not depend on the split.
-
-    Ranks first digest their shares of the pictures and tell each other the keys; what has no whole entry is then
-    split evenly, whoever had it in an earlier run, and computed. Pictures are decoded by threads, a few samples ahead,
-    and each entry is on disk before the next is begun: memory stays bounded, and a killed run loses one entry a rank.
+class Filler:
+    """Makes this rank's share of what is missing.
 
     Args:
-        encode: (references, instruction, target) -> entry; called on this thread only.
-        exchange: gathers one object a rank into a list in rank order (`all_gather_object`).
-        on_error: what a picture that cannot be decoded does: "stop" raises at once on the rank that meets it, "skip"
-            leaves the sample out on every rank.
-        on_progress: called with ("digest" or "encode", done, total) of this rank's share.
-        verify: read every entry there is and compare checksums, instead of trusting header and size. Reading an entry
-            for training compares them in any case.
-
-    Raises:
-        DataError: as said, or the encoders gave something that is not finite.
-        StorageError: the cache cannot be written.
+        on_error: what something that cannot be encoded does: "stop" raises at once on the rank that meets it, "skip"
+            notes it, so that the rows which need it are left out on every rank.
     """
-    if rank == 0:
-        cache.sweep()
-    found = exchange(_look(samples[rank::world_size], cache, rank, on_error, on_progress, verify))
-    keys: list[str | None] = [None] * len(samples)
-    refused: list[Refusal] = []
-    missing: dict[str, Sample] = {}
-    for index, sample in enumerate(samples):
-        outcome, present = found[index % world_size][index // world_size]
-        if isinstance(outcome, Refusal):
-            refused.append(outcome)
-            continue
-        keys[index] = outcome
-        if not present:
-            missing.setdefault(outcome, sample)  # samples with equal content share an entry
 
-    mine = list(missing.items())[rank::world_size]
-    failed: dict[str, str] = {}
-    on_progress("encode", 0, len(mine))
-    for done, ((key, sample), pictures) in enumerate(_decoded(mine), start=1):
+    def __init__(
+        self, cache: ConditioningCache, encoders: Encoders, sets: Sequence[Rows], *, on_error: OnError, new_bar: NewBar
+    ) -> None:
+        self._cache, self._encoders, self._sets = cache, encoders, sets
+        self._on_error: OnError = on_error
+        self._new_bar = new_bar
+        self._failed: dict[bytes, str] = {}
+
+    def make(self, share: dict[Kind, TodoList]) -> int:
+        """Make these entries; returns how many were made. Not collective.
+
+        Raises:
+            DataError: see `on_error`.
+            StorageError: the cache cannot be written.
+        """
+        made = 0
+        for kind in KINDS:
+            todo = share[kind]
+            if not len(todo):
+                continue
+            bar = self._new_bar(_TITLES[kind], len(todo))
+            entries = {e.kind.kind: e for e in self._cache.kinds}[kind]
+            try:
+                with told(self._cache.folder, "writing an entry"), entries.writer() as writer:
+                    for key, tensor in getattr(self, f"_{kind}s")(todo):
+                        if tensor is not None:
+                            writer.put(key, tensor)
+                            made += 1
+                        bar.advance()
+            finally:
+                bar.close()
+                self._encoders.release()
+        return made
+
+    def failures(self) -> dict[bytes, str]:
+        """Why entries could not be made, of all ranks, by key. Collective."""
+        ranks, folder = self._cache.ranks, self._cache.columns.folder
+        path = folder / f"failed.{ranks.rank:05d}.jsonl"
+        if self._failed:
+            with path.open("w", encoding="utf-8") as file:
+                for key, reason in self._failed.items():
+                    file.write(json.dumps([key.hex(), reason]) + "\n")
+        counts = ranks.exchange(len(self._failed))
+        everyones: dict[bytes, str] = {}
+        for rank, count in enumerate(counts):
+            if count:
+                other = folder / f"failed.{rank:05d}.jsonl"
+                wait_for(other)
+                with other.open(encoding="utf-8") as file:
+                    everyones |= {bytes.fromhex(key): reason for key, reason in map(json.loads, file)}
+        return everyones
+
+    def _prompts(self, todo: TodoList) -> Iterator[tuple[bytes, torch.Tensor | None]]:
+        for item, pictures in _ahead(self._items(groups(todo)), _shown_pictures):
+            texts = item.making.texts(item.sample)
+            for record in item.todo:
+                text = texts[int(record["part"])]
+
+                def encode(text: str = text, pictures: Future[list[Image.Image]] = pictures) -> torch.Tensor:
+                    self._encoders.check_instruction(text)
+                    return self._encoders.prompt(pictures.result(), text)
+
+                yield record["key"].tobytes(), self._attempt(record["key"].tobytes(), item, encode)
+
+    def _latents(self, todo: TodoList) -> Iterator[tuple[bytes, torch.Tensor | None]]:
+        singles = (todo[i : i + 1] for i in range(len(todo)))
+        for item, picture in _ahead(self._items(singles), _vae_picture):
+            key = item.todo[0]["key"].tobytes()
+
+            def encode(picture: Future[Image.Image] = picture) -> torch.Tensor:
+                return self._encoders.latent(picture.result())
+
+            yield key, self._attempt(key, item, encode)
+
+    def _masks(self, todo: TodoList) -> Iterator[tuple[bytes, torch.Tensor | None]]:
+        singles = (todo[i : i + 1] for i in range(len(todo)))
+        for item, mask in _ahead(self._items(singles), _mask):
+            key = item.todo[0]["key"].tobytes()
+            yield key, self._attempt(key, item, mask.result)
+
+    def _attempt(self, key: bytes, item: _Item, encode: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         try:
-            references, target = pictures.result()
-            entry = encode(references, sample.instruction, target)
-            if not all(bool(torch.isfinite(t).all()) for t in entry.tensors().values()):
+            tensor = encode()
+            if not bool(torch.isfinite(tensor).all()):
                 raise DataError("the encoders gave numbers that are not finite for it")
-            cache.put(key, entry)
         except DataError as error:
-            if on_error == "stop":
-                raise DataError(f"line {sample.line} (id {sample.id}): {error}") from error
-            failed[key] = str(error)
-        on_progress("encode", done, len(mine))
+            if self._on_error == "stop":
+                raise DataError(f"line {item.sample.line} (id {item.sample.id}): {error}") from error
+            self._failed[key] = str(error)
+            return None
+        return tensor
 
-    failures = {key: reason for part in exchange(failed) for key, reason in part.items()}
-    kept = []
-    for sample, entry_key in zip(samples, keys, strict=True):
-        if entry_key in failures:
-            refused.append(Refusal(sample.line, sample.id, failures[entry_key]))
-        elif entry_key is not None:
-            kept.append((sample, entry_key))
-    return FilledCache(
-        tuple(sample for sample, _ in kept),
-        tuple(key for _, key in kept),
-        tuple(sorted(refused, key=lambda refusal: refusal.line)),
-        len(missing) - len(failures),
-    )
+    def _items(self, parts: Iterable[TodoList]) -> Iterator[_Item]:
+        for todo in parts:
+            row = int(todo[0]["row"])
+            rows = next(s for s in reversed(self._sets) if s.first <= row)
+            at = row - rows.first
+            yield _Item(todo, rows.table[at], rows.making, rows.sizes[at], rows.digests[at])
 
 
-def _look(
-    share: Sequence[Sample],
-    cache: ConditioningCache,
-    rank: int,
-    on_error: OnError,
-    on_progress: Progress,
-    verify: bool,
-) -> list[tuple[str | Refusal, bool]]:
-    """The key of each sample, and whether its entry is there; a Refusal if a picture cannot be read."""
-
-    def look(sample: Sample) -> tuple[str | Refusal, bool]:
-        try:
-            key = cache.key(sample, digest_of=memo.digest)
-        except DataError as error:
-            if on_error == "stop":
-                raise DataError(f"line {sample.line} (id {sample.id}): {error}") from error
-            return Refusal(sample.line, sample.id, str(error)), False
-        return key, cache.has(key, verify=verify)
-
-    wanted = (path for sample in share for path in (*sample.sources, sample.target))
-    results = []
-    with (
-        DigestMemo(cache.folder / "digests", writer=f"rank-{rank:05d}", wanted=wanted) as memo,
-        ThreadPoolExecutor(4, thread_name_prefix="digests") as pool,
-    ):
-        on_progress("digest", 0, len(share))
-        for result in pool.map(look, share):
-            results.append(result)
-            on_progress("digest", len(results), len(share))
-    return results
-
-
-_Pictures = tuple[list[Image.Image], Image.Image]
-
-
-def _decoded(todo: list[tuple[str, Sample]]) -> Iterator[tuple[tuple[str, Sample], Future[_Pictures]]]:
-    """The samples with their pictures, decoded by threads a few samples ahead."""
-
-    def load(sample: Sample) -> _Pictures:
-        return [load_picture(path) for path in sample.sources], load_picture(sample.target)
-
-    pool = ThreadPoolExecutor(2, thread_name_prefix="pictures")
-    ahead: deque[tuple[tuple[str, Sample], Future[_Pictures]]] = deque()
+def _ahead(items: Iterator[_Item], load: Callable[[_Item], T]) -> Iterator[tuple[_Item, Future[T]]]:
+    """The items with what `load` makes of them, made by threads a few items ahead."""
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="pictures")
+    waiting: deque[tuple[_Item, Future[T]]] = deque()
     try:
-        for item in todo:
-            ahead.append((item, pool.submit(load, item[1])))
-            if len(ahead) > _AHEAD:
-                yield ahead.popleft()
-        while ahead:
-            yield ahead.popleft()
+        for item in items:
+            waiting.append((item, pool.submit(load, item)))
+            if len(waiting) > _AHEAD:
+                yield waiting.popleft()
+        while waiting:
+            yield waiting.popleft()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _shown_pictures(item: _Item) -> list[Image.Image]:
+    """The references as the text encoder sees them."""
+    made = item.making.plan(item.sizes, len(item.sample.source_names), _draw(item))
+    files = pictures_of(item.sample)[1]
+    return [
+        preparation.apply(load_unchanged(file, digest.tobytes()))
+        for preparation, file, digest in zip(made.shown, files, item.digests[1:], strict=False)
+    ]
+
+
+def _vae_picture(item: _Item) -> Image.Image:
+    """The picture of an item as the VAE sees it."""
+    made = item.making.plan(item.sizes, len(item.sample.source_names), _draw(item))
+    slot = int(item.todo[0]["part"])
+    target, references, _ = pictures_of(item.sample)
+    file, preparation = (target, *references)[slot], (made.target, *made.references)[slot]
+    return preparation.apply(load_unchanged(file, item.digests[slot].tobytes()))
+
+
+def _mask(item: _Item) -> torch.Tensor:
+    """The mask on the latent's grid, uint8."""
+    made = item.making.plan(item.sizes, len(item.sample.source_names), _draw(item))
+    file = pictures_of(item.sample)[2]
+    assert file is not None
+    assert made.mask is not None
+    grid = made.mask.apply_to_mask(load_unchanged(file, item.digests[-1].tobytes()).convert("L"))
+    return torch.from_numpy(np.rint(grid * 255).astype(np.uint8))
+
+
+def _draw(item: _Item) -> Draw:
+    return item.making.draws(item.sample)[int(item.todo[0]["variant"])]

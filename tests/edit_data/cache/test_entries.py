@@ -1,4 +1,4 @@
-"""Entries on disk: what is put comes back bit for bit, what is damaged never does, a kill costs nothing that was whole."""
+"""Entries on disk: what is put comes back bit for bit, what is damaged never does, a kill costs nothing whole."""
 
 from __future__ import annotations
 

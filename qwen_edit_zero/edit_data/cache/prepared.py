@@ -1,0 +1,307 @@
+"""From tables of samples to sets that can be trained on: every sample surveyed, and all of its entries in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qwen_edit_zero.edit_data.cache.columns import Column, Part
+from qwen_edit_zero.edit_data.cache.fill import Encoders, Filler, NewBar, Rows
+from qwen_edit_zero.edit_data.cache.needs import Making, needs_of
+from qwen_edit_zero.edit_data.cache.refusals import RefusalLog, Refused, listed
+from qwen_edit_zero.edit_data.cache.sorted_table import as_keys
+from qwen_edit_zero.edit_data.cache.store import ConditioningCache, SampleKey, told
+from qwen_edit_zero.edit_data.cache.survey import Advance, Surveyor, Table
+from qwen_edit_zero.edit_data.cache.todo import Missing
+from qwen_edit_zero.edit_data.manifests.manifest import OnError, Refusal
+from qwen_edit_zero.errors import DataError
+
+_CHUNK = 1 << 18  # rows whose columns are looked at together
+
+
+@dataclass(frozen=True)
+class SetSpec:
+    """A table whose samples are wanted.
+
+    Attributes:
+        name: of its columns; unique among the sets.
+        title: for messages, such as `manifest "a.jsonl"`.
+        required: whether it is an error if no sample is left.
+    """
+
+    name: str
+    title: str
+    table: Table
+    making: Making
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class PreparedSet:
+    """Samples all of whose entries are in the cache; columns are memory-mapped, and the same on every rank.
+
+    Attributes:
+        rows: (n,) int64, numbers of the samples in their table.
+        latents: (n, variants, 1 + references, 16), keys; zeros where a sample has fewer references.
+        masks: (n, variants, 16), keys; zeros for samples without.
+        prompts: (m, 16), keys: sample after sample, variant after variant, text after text.
+        prompt_ends: (n,) int64, where each sample's prompts end.
+        prompt_tokens: (m,) int32, length of each embedding.
+        bucket_codes: (n,) int32, positions in `buckets`.
+        buckets: (b, 1 + references, 2) int32, (width, height) of target and references, 0 for none; sorted.
+        refused: rows that are left out.
+        made: entries computed now, by all ranks, for all sets.
+    """
+
+    rows: Column
+    latents: Column
+    masks: Column
+    prompts: Column
+    prompt_ends: Column
+    prompt_tokens: Column
+    bucket_codes: Column
+    buckets: npt.NDArray[np.int32]
+    refused: Refused
+    made: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def variants(self) -> int:
+        """Versions of each sample's pictures."""
+        return int(self.latents.shape[1])
+
+    def texts_of(self, index: int) -> int:
+        """How many texts a sample has."""
+        return (int(self.prompt_ends[index]) - self._first_prompt(index)) // self.variants
+
+    def key(self, index: int, *, variant: int = 0, text: int = 0) -> SampleKey:
+        """The entries of a sample in one of its variants, with one of its texts."""
+        latents = self.latents[index, variant]
+        mask = self.masks[index, variant]
+        prompt = self.prompts[self._first_prompt(index) + variant * self.texts_of(index) + text]
+        return SampleKey(
+            latents[0].tobytes(),
+            tuple(latent.tobytes() for latent in latents[1:] if latent.any()),
+            prompt.tobytes(),
+            mask.tobytes() if mask.any() else None,
+        )
+
+    def text_tokens(self) -> npt.NDArray[np.int32]:
+        """(n,) length of each sample's first text's embedding."""
+        first = np.zeros(len(self), np.int64)
+        first[1:] = self.prompt_ends[:-1]
+        return np.asarray(self.prompt_tokens[first])
+
+    def fingerprint(self, table: str) -> str:
+        """32 hex digits over which samples there are, in which order and buckets.
+
+        Args:
+            table: fingerprint of the table's rows.
+        """
+        digest = hashlib.blake2b(table.encode(), digest_size=16)
+        digest.update(np.ascontiguousarray(self.buckets).data)
+        for column in (self.rows, self.bucket_codes):
+            for start in range(0, len(column), _CHUNK):
+                digest.update(np.ascontiguousarray(column[start : start + _CHUNK]).data)
+        return digest.hexdigest()
+
+    def _first_prompt(self, index: int) -> int:
+        return int(self.prompt_ends[index - 1]) if index else 0
+
+
+def prepare_sets(
+    sets: Sequence[SetSpec],
+    cache: ConditioningCache,
+    encoders: Encoders,
+    *,
+    references: int,
+    on_error: OnError,
+    new_bar: NewBar,
+) -> list[PreparedSet]:
+    """Survey the sets and have all of their entries in the cache. Collective; the result does not depend on the ranks.
+
+    Ranks look at equal shares of the rows, in chunks; what is missing is made unique and split evenly, whoever left it
+    undone in an earlier run. Nothing is decoded and no model loaded for what is there.
+
+    Args:
+        references: most reference pictures of a sample.
+        on_error: "stop" raises if any row cannot be used, on all ranks with the first ten; "skip" leaves such rows out,
+            on every rank. A picture that does not decode is met only if it is encoded now; it raises on its rank.
+
+    Raises:
+        DataError: as said; or no sample of a required set is left; or the encoders gave something not finite.
+        StorageError: the cache cannot be written, or is full.
+    """
+    with told(cache.folder):
+        jobs = [_Job(spec, cache, references) for spec in sets]
+        missing = Missing(cache.columns, {e.kind.kind: e for e in cache.kinds})
+        bar = new_bar("looking at the pictures", sum(len(job.share) for job in jobs))
+        first = 0
+        try:
+            with Surveyor(cache.facts, references=references) as surveyor:
+                for job in jobs:
+                    job.first = first
+                    job.survey(surveyor, missing, bar.advance)
+                    first += len(job.spec.table)
+        finally:
+            bar.close()
+            cache.facts.close()
+        found = [job.log.close() for job in jobs]
+        for job, refused in zip(jobs, found, strict=True):
+            job.settle(refused, on_error)
+        share = missing.share()
+        made = 0
+        failures: dict[bytes, str] = {}
+        if cache.ranks.total(sum(len(todo) for todo in share.values())):
+            rows = [job.rows() for job in jobs]
+            filler = Filler(cache, encoders, rows, on_error=on_error, new_bar=new_bar)
+            made = cache.ranks.total(filler.make(share))
+            failures = filler.failures()
+            for entries in cache.kinds:
+                entries.refresh(cache.ranks)
+        return [job.finish(cache, refused, failures, on_error, made) for job, refused in zip(jobs, found, strict=True)]
+
+
+class _Job:
+    """One set on its way."""
+
+    def __init__(self, spec: SetSpec, cache: ConditioningCache, references: int) -> None:
+        self.spec, self.first = spec, 0
+        self._columns, self._variants = cache.columns, spec.making.variants
+        self.share = cache.ranks.share(len(spec.table))
+        self.log = RefusalLog(cache.columns, f"{spec.name}-refused")
+        pictures = 1 + references
+
+        def part(name: str, dtype: npt.DTypeLike, *shape: int) -> Part:
+            return cache.columns.part(f"{spec.name}-{name}", dtype, shape)
+
+        self.sizes, self.digests = part("sizes", np.int32, pictures + 1, 2), part("digests", np.uint8, pictures + 1, 16)
+        self.latents = part("needed-latents", np.uint8, self._variants, pictures, 16)
+        self.masks = part("needed-masks", np.uint8, self._variants, 16)
+        self.texts, self.prompts = part("texts", np.int32), part("needed-prompts", np.uint8, 16)
+        self.prepared = part("prepared", np.int32, pictures, 2)
+        self.fine = part("fine", np.bool_)
+        self.kept = {
+            "rows": part("rows", np.int64),
+            "latents": part("latents", np.uint8, self._variants, pictures, 16),
+            "masks": part("masks", np.uint8, self._variants, 16),
+            "prompts": part("prompts", np.uint8, 16),
+            "prompt_counts": part("prompt-counts", np.int64),
+            "prompt_tokens": part("prompt-tokens", np.int32),
+            "sides": part("sides", np.int32, pictures, 2),
+        }
+
+    def survey(self, surveyor: Surveyor, missing: Missing, advance: Advance) -> None:
+        for chunk in surveyor.chunks(self.spec.table, self.share, advance):
+            needs = needs_of(chunk, self.spec.making)
+            for row in sorted(needs.reasons):
+                sample = chunk.samples[row]
+                self.log.add(Refusal(sample.line, sample.id, needs.reasons[row]))
+            fine = np.ones(len(chunk.samples), bool)
+            fine[list(needs.reasons)] = False
+            for part, values in (
+                (self.sizes, chunk.sizes), (self.digests, chunk.digests), (self.fine, fine),
+                (self.latents, needs.latents), (self.masks, needs.masks), (self.prompts, needs.prompts),
+                (self.texts, needs.texts), (self.prepared, needs.prepared),
+            ):  # fmt: skip
+                part.append(values)
+            missing.add(needs, self.first + chunk.first)
+
+    def settle(self, refused: Refused, on_error: OnError) -> None:
+        """Raise if these rows end the run."""
+        left = len(self.spec.table) - refused.count
+        if refused.count and on_error == "stop":
+            raise DataError(f"{self.spec.title}: {listed(refused.count, refused.first)}\n{_SKIP_HINT}")
+        if self.spec.required and not left:
+            raise DataError(f"{self.spec.title}: no row can be used: {listed(refused.count, refused.first)}")
+
+    def rows(self) -> Rows:
+        """Sizes and digests of all rows, for who makes entries. Collective."""
+        sizes, digests = self._columns.join(self.sizes, self.digests)
+        return Rows(self.first, self.spec.table, self.spec.making, sizes, digests)
+
+    def finish(
+        self,
+        cache: ConditioningCache,
+        refused: Refused,
+        failures: dict[bytes, str],
+        on_error: OnError,
+        made: int,
+    ) -> PreparedSet:
+        """Leave out rows of which an entry could not be made, and join the columns of those that stay. Collective."""
+        log = RefusalLog(cache.columns, f"{self.spec.name}-failed")
+        fine, texts = self.fine.mapped(), self.texts.mapped()
+        latents, masks, prompts, prepared = (
+            part.mapped() for part in (self.latents, self.masks, self.prompts, self.prepared)
+        )
+        prompt_end = 0
+        for start in range(0, len(fine), _CHUNK):
+            end = min(start + _CHUNK, len(fine))
+            counts = texts[start:end].astype(np.int64) * self._variants
+            of_row = np.repeat(np.arange(end - start), counts)
+            keys = prompts[prompt_end : prompt_end + len(of_row)]
+            prompt_end += len(of_row)
+            tokens = cache.prompts.first_sides(as_keys(keys))
+            keep = np.array(fine[start:end])
+            keep[of_row[tokens == 0]] = False
+            for entries, column in ((cache.latents, latents), (cache.masks, masks)):
+                part = column[start:end].reshape(end - start, -1, 16)
+                needed = part.any(-1)
+                lacking = np.zeros(needed.shape, bool)
+                lacking[needed] = entries.missing(as_keys(part[needed]))
+                keep &= ~lacking.any(1)
+            for row in np.flatnonzero(fine[start:end] & ~keep).tolist():
+                sample = self.spec.table[self.share.start + start + row]
+                all_keys = [*latents[start + row].reshape(-1, 16), *masks[start + row], *keys[of_row == row]]
+                reasons = [failures[key.tobytes()] for key in all_keys if key.tobytes() in failures]
+                log.add(Refusal(sample.line, sample.id, reasons[0] if reasons else _LOST))
+            self.kept["rows"].append(self.share.start + start + np.flatnonzero(keep))
+            self.kept["latents"].append(latents[start:end][keep])
+            self.kept["masks"].append(masks[start:end][keep])
+            self.kept["sides"].append(prepared[start:end][keep])
+            self.kept["prompt_counts"].append(counts[keep])
+            self.kept["prompts"].append(keys[keep[of_row]])
+            self.kept["prompt_tokens"].append(tokens[keep[of_row]])
+        failed = log.close()
+        refused = refused.and_also(failed)
+        if failed.count:
+            self.settle(refused, on_error)
+        joined = dict(zip(self.kept, self._columns.join(*self.kept.values()), strict=True))
+        name = self.spec.name
+        if cache.ranks.first:
+            self._columns.save(f"{name}-prompt-ends", np.cumsum(joined["prompt_counts"], dtype=np.int64))
+            buckets, codes = _bucket_codes(joined["sides"])
+            self._columns.save(f"{name}-buckets", buckets)
+            self._columns.save(f"{name}-bucket-codes", codes)
+        cache.ranks.wait()
+        return PreparedSet(
+            rows=joined["rows"],
+            latents=joined["latents"],
+            masks=joined["masks"],
+            prompts=joined["prompts"],
+            prompt_ends=self._columns.load(f"{name}-prompt-ends"),
+            prompt_tokens=joined["prompt_tokens"],
+            bucket_codes=self._columns.load(f"{name}-bucket-codes"),
+            buckets=self._columns.load(f"{name}-buckets"),
+            refused=refused,
+            made=made,
+        )
+
+
+def _bucket_codes(sides: Column) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """(the different rows of (n, pictures, 2) sides, sorted; for each row its position there)."""
+    flat = np.ascontiguousarray(sides.reshape(len(sides), -1) // 32).astype(np.uint16)  # 2 bytes sort fast, and suffice
+    as_one = flat.astype(">u2").view(np.dtype((np.void, flat.shape[1] * 2))).ravel()
+    different, codes = np.unique(as_one, return_inverse=True)
+    buckets = different.view(">u2").reshape(-1, *sides.shape[1:]).astype(np.int32) * 32
+    return buckets, codes.astype(np.int32)
+
+
+_SKIP_HINT = "Correct them, or leave them out with data.on_error=skip"
+_LOST = "an entry of it that was in the cache is gone; start the run again"
