@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from qwen_edit_zero.checkpoints.foreign.recognise import open_foreign
+from qwen_edit_zero import cli
 from qwen_edit_zero.checkpoints.importing import import_checkpoint
 from qwen_edit_zero.checkpoints.optimizer_groups import OptimizerGroup, group_changes, groups_of, saved_groups
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
@@ -19,7 +20,7 @@ from qwen_edit_zero.checkpoints.same_as_base import compare_frozen
 from qwen_edit_zero.cli import main
 from qwen_edit_zero.edit_model.folder import open_model_folder
 from qwen_edit_zero.engines.factory import make_engine
-from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.errors import CheckpointError, SettingsError
 from qwen_edit_zero.training.run_folder import take
 from tests.checkpoints import foreign_runs
 from tests.end_to_end.commands import metrics, run
@@ -138,14 +139,13 @@ def test_numbered_optimizer_state_with_frozen_parameters_is_refused(tmp_path: Pa
     assert not (tmp_path / "run").exists()
 
 
-def test_nothing_is_imported_into_a_run_that_is_going_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_imported_into_a_run_that_is_going_on(tmp_path: Path) -> None:
     source, mine = tmp_path / "dcp", tmp_path / "mine"
     source.mkdir()
     (source / ".metadata").touch()
-    with take(mine), pytest.raises(SystemExit) as ended:
-        main(["checkpoint", "import", str(source), str(mine), "--base", "tiny"])
-    assert ended.value.code == 2
-    assert f"the run folder {mine} is in use by process {os.getpid()} on " in capsys.readouterr().err
+    with take(mine), pytest.raises(SettingsError) as refused:
+        cli._run(["checkpoint", "import", str(source), str(mine), "--base", "tiny"])
+    assert f"the run folder {mine} is in use by process {os.getpid()} on " in str(refused.value)
     assert not (mine / "checkpoints").exists()
 
 
