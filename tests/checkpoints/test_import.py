@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from qwen_edit_zero.checkpoints.foreign.recognise import open_foreign
 from qwen_edit_zero import cli
+from qwen_edit_zero.checkpoints.foreign.recognise import open_foreign
 from qwen_edit_zero.checkpoints.importing import import_checkpoint
 from qwen_edit_zero.checkpoints.optimizer_groups import OptimizerGroup, group_changes, groups_of, saved_groups
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
@@ -176,7 +176,7 @@ def test_every_element_of_a_frozen_parameter_is_compared(theirs: torch.dtype, na
     compare_frozen(source, {"w": "module.w"}, base, passed.append)
     assert sum(passed) == count * theirs.itemsize
     for element in (0, 2**17, 2**20 - 1, 2**20, count - 1):
-        changed = ours.to(theirs)
+        changed = ours.to(theirs, copy=True)
         changed[element] += 1
         source = _Stored(changed, name)
         with pytest.raises(CheckpointError, match=rf"w did not train, but is not what .* element {element}: another"):
