@@ -223,7 +223,7 @@ def test_files_that_cannot_be_a_manifest_are_named(folder: Path) -> None:
     (folder / "train.jsonl").write_text(line())
     with pytest.raises(DataError, match=r'the nearest name there is "train\.jsonl"'):
         read_manifest(folder / "trian.jsonl")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="no set that is known"):
         read_manifest(folder / "s")
     with pytest.raises(DataError, match=r"p\.png"):
         read_manifest(folder / "p.png")

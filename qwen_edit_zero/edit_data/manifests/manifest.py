@@ -1,4 +1,4 @@
-"""Our manifest of edit samples: JSON Lines, one sample a row, read strictly; the format is stated in `docs/data.md`."""
+"""A small manifest as samples in memory, its pictures looked for; `opening.open_manifest` opens large ones."""
 
 from __future__ import annotations
 
@@ -6,20 +6,16 @@ import hashlib
 import json
 import stat
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from qwen_edit_zero.edit_data.manifests.names import NameRules, RowError
-from qwen_edit_zero.edit_data.manifests.rows import Row, parse_row
-from qwen_edit_zero.edit_data.manifests.samples import SKIP_HINT, OnError, Refusal, Sample, listed, refuse_or_raise
-from qwen_edit_zero.edit_data.storage.local import LocalPlace
-from qwen_edit_zero.edit_data.wording import nearest, shown, why_missing
-from qwen_edit_zero.errors import DataError
+from qwen_edit_zero.edit_data.manifests.names import RowError
+from qwen_edit_zero.edit_data.manifests.opening import open_manifest
+from qwen_edit_zero.edit_data.manifests.samples import OnError, Refusal, Sample, refuse_or_raise
+from qwen_edit_zero.edit_data.wording import shown, why_missing
 
 __all__ = ["Manifest", "OnError", "Refusal", "Sample", "dataset_fingerprint", "read_manifest", "refuse_or_raise"]
-
-MAX_ROW_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -50,32 +46,19 @@ def read_manifest(path: Path, *, max_references: int = 3, on_error: OnError = "s
     Raises:
         DataError: the file cannot be read, is not UTF-8 JSONL, has wrong rows (under "stop"), or has no usable row.
     """
-    root = path.parent
-    place = LocalPlace(root)
+    table = open_manifest(path, max_references=max_references, on_error="skip")
     samples: list[Sample] = []
-    refused: list[Refusal] = []
-    line_of: dict[str, int] = {}
-    for line, raw in _lines(path):
-        row: Row | None = None
+    refused = list(table.refused)
+    for sample in table:
         try:
-            row = parse_row(raw, NameRules(), max_references=max_references)
-            for name in (*row.sources, row.target):
-                _check_there(root, name)
-            sample_id = row.id or _content_id(row)
-            if sample_id in line_of:
-                raise RowError(_duplicate(row, sample_id, line_of[sample_id]))
+            for name in (*sample.source_names, sample.target_name):
+                _check_there(path.parent, name)
         except RowError as error:
-            refused.append(Refusal(line, row.id if row else None, str(error)))
-            continue
-        line_of[sample_id] = line
-        samples.append(
-            Sample(sample_id, place, row.sources, row.instruction, row.target, row.category, row.weight, line)
-        )
-    if refused and on_error == "stop":
-        raise DataError(f"manifest {shown(path)}: {listed(refused)}\n{SKIP_HINT}")
-    if not samples:
-        what = f"no row can be used: {listed(refused)}" if refused else "it holds no sample: every line is blank"
-        raise DataError(f"manifest {shown(path)}: {what}")
+            refused.append(Refusal(sample.line, sample.id, str(error)))
+        else:
+            samples.append(sample)
+    refused.sort(key=lambda refusal: refusal.line)
+    refuse_or_raise(refused, left=len(samples), path=path, on_error=on_error)
     return Manifest(path, tuple(samples), tuple(refused))
 
 
@@ -94,44 +77,6 @@ def dataset_fingerprint(samples: Iterable[Sample], buckets: Iterable[Hashable] =
     return digest.hexdigest()
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line that is not blank, a byte order mark and line ends taken off."""
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while raw := file.readline(MAX_ROW_BYTES + 1):
-                number += 1
-                if number == 1:
-                    _check_beginning(path, raw)
-                    raw = raw.removeprefix(b"\xef\xbb\xbf")
-                if len(raw) > MAX_ROW_BYTES:
-                    raise DataError(
-                        f"manifest {shown(path)}, line {number}: over {MAX_ROW_BYTES:,} bytes; one sample a line"
-                    )
-                if raw.strip():
-                    yield number, raw.rstrip(b"\r\n")
-    except FileNotFoundError:
-        raise DataError(f"manifest {shown(path)}: there is no such file{_similar(path)}") from None
-    except OSError as error:
-        raise DataError(f"manifest {shown(path)}: it cannot be read ({error.strerror or error})") from error
-    if number == 0:
-        raise DataError(f"manifest {shown(path)}: the file is empty; it needs one JSON object a line")
-
-
-def _check_beginning(path: Path, raw: bytes) -> None:
-    """Files of another kind than JSONL are refused as a whole, with what they seem to be."""
-    if raw[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in raw[:4]:
-        raise DataError(f"manifest {shown(path)}: it is not UTF-8 (it looks like UTF-16); save it as UTF-8")
-    text = raw.removeprefix(b"\xef\xbb\xbf").strip()
-    if text in (b"{", b"[") or (text.startswith(b"[") and text.endswith((b",", b"]")) and b"{" in text):
-        kind = "a JSON array" if text.startswith(b"[") else "an object spread over many lines"
-        one_line = "jq -c '.[]'" if text.startswith(b"[") else "jq -c ."
-        raise DataError(
-            f"manifest {shown(path)}: it is {kind}; JSONL has one object a line, whole. "
-            f"Convert it with `{one_line} FILE > NEW.jsonl`"
-        )
-
-
 def _check_there(root: Path, name: str) -> None:
     try:
         mode = (root / name).stat().st_mode
@@ -145,23 +90,3 @@ def _check_there(root: Path, name: str) -> None:
         raise RowError(f"picture {shown(name)} is a folder")
     if not stat.S_ISREG(mode):
         raise RowError(f"picture {shown(name)} is not a regular file")
-
-
-def _content_id(row: Row) -> str:
-    """Id of a row without one: from its content, so that moving or adding rows changes no other sample's noise."""
-    content = json.dumps([row.sources, row.instruction, row.target]).encode()
-    return "row-" + hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def _duplicate(row: Row, sample_id: str, first: int) -> str:
-    if row.id:
-        return f"its id {shown(sample_id)} is that of line {first} too; ids must be unique"
-    return f"it has the pictures and the instruction of line {first}; delete one of them, or give both an id"
-
-
-def _similar(path: Path) -> str:
-    try:
-        near = nearest(path.name, (entry.name for entry in path.parent.iterdir()))
-    except OSError:
-        return f", nor its folder {shown(path.parent)}"
-    return f"; the nearest name there is {shown(near)}" if near else ""

@@ -20,6 +20,7 @@ _MUSUBI_IDLE = {  # how musubi-tuner trains; this trainer has settings of its ow
     "no_resize_control", "control_resolution", "qwen_image_edit_no_resize_control",
     "qwen_image_edit_control_resolution", "flux_kontext_no_resize_control", "debug_dataset",
 }  # fmt: skip
+_TRIED_BYTES = 1 << 16
 _AI_TOOLKIT_USED = (
     "folder_path", "dataset_path", "control_path", "control_path_1", "control_path_2", "control_path_3", "caption_ext",
     "default_caption", "trigger_word", "mask_path", "num_repeats",
@@ -140,9 +141,9 @@ def ai_toolkit_sets(config: Any) -> list[dict[str, Any]]:
     return []
 
 
-def loaded_config(folder: Folder, name: str, head: bytes) -> Any:
-    """The content of a TOML, YAML or JSON file if it is one; None otherwise."""
-    if head.lstrip()[:1] not in (b"{", b"[") and b":" not in head and b"=" not in head:
+def loaded_config(folder: Folder, name: str) -> Any:
+    """The content of a TOML, YAML or JSON file if it is one, judged by its name or tried where it is small."""
+    if not name.lower().endswith((".yaml", ".yml", ".json", ".toml")) and folder.size(name) > _TRIED_BYTES:
         return None
     try:
         return _loaded(folder, name)
@@ -161,6 +162,8 @@ def _loaded(folder: Folder, name: str) -> Any:
         return tomllib.loads(text) if name.lower().endswith(".toml") else yaml.safe_load(text)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: byte {error.start + 1} is not UTF-8") from None
+    except RecursionError:
+        raise DataError(f"{where}: it is nested too deeply") from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise DataError(f"{where}: {' '.join(str(error).split())}") from None
 

@@ -81,6 +81,13 @@ class PairedPictures(Reader):
                     yield self.lines, RowError(f"{shown(posixpath.join(one.targets, name))}: {error}")
                     continue
                 yield self.lines, values
+            odd = [
+                entry.name
+                for entry in self._folder.entries(one.targets)
+                if entry.is_folder and entry.name.lower().endswith(PICTURES)
+            ]
+            if odd:
+                self.notes.append(f"left alone: {shown(odd[0])} in {shown(one.targets)}, which is a folder")
             if lone > matched and not one.is_numbered:
                 self.notes.append(f"{lone - matched} control pictures of {shown(one.targets)} have no target")
 

@@ -36,6 +36,7 @@ FORMATS = ("jsonl", "diffsynth", "musubi", "ai_toolkit", "imagefolder", "parquet
 _METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet", "metadata.json")
 _TARGETS = ("target", "targets", "edited", "output", "outputs", "after", "image", "images")
 _CONTROLS = ("control", "source", "sources", "input", "inputs", "before", "reference", "original")
+_TOML_TABLE = re.compile(rb"\[\[?\s*[A-Za-z_.-]+\s*\]")
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
@@ -73,24 +74,26 @@ def _of_file(folder: Folder, name: str, form: str, told: Columns | None) -> Read
         _refuse_other_json(folder, name, head)
         return OwnLines(folder, name)
     stripped = head.lstrip()
+    if form in ("auto", "musubi") and (name.lower().endswith(".toml") or _TOML_TABLE.match(stripped)):
+        return musubi_config(folder, name)
     if stripped.startswith(b"["):
         return _of_array(folder, name, head, form)
     if stripped.startswith(b"{"):
         first = _first_object(head)
         if first is None and form in ("auto", "ai_toolkit", "musubi"):  # perhaps a job spread over many lines
-            config = loaded_config(folder, name, head)
+            config = loaded_config(folder, name)
             if ai_toolkit_sets(config):
                 return ai_toolkit_config(folder, name)
         if first is not None and ai_toolkit_sets(first) and "source" not in first:
             return ai_toolkit_config(folder, name)
         return _of_lines(folder, name, head, first, form, told)
     if form in ("auto", "musubi", "ai_toolkit"):
-        config = loaded_config(folder, name, head)
+        config = loaded_config(folder, name)
         if isinstance(config, dict) and _is_musubi(config, form):
             return musubi_config(folder, name)
         if ai_toolkit_sets(config):
             return ai_toolkit_config(folder, name)
-        if name.lower().endswith(".toml") or form == "musubi":
+        if form == "musubi":
             return musubi_config(folder, name)
         if name.lower().endswith((".yaml", ".yml")) or form == "ai_toolkit":
             return ai_toolkit_config(folder, name)
