@@ -1,4 +1,8 @@
-"""Any engine on any number of ranks goes on from the checkpoint of any other: all pairs, through the disk."""
+"""Any engine on any number of ranks goes on from the checkpoint of any other: all pairs, through the disk.
+
+Weights, moments and the running average are compared bit for bit, and every counter: parameters have done different
+numbers of optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,14 @@ from qwen_edit_zero.checkpoints.layout import checkpoint_name
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.writer import save_checkpoint
 from tests.checkpoints.states import MODEL
-from tests.engines import harness, problem
+from tests.engines import harness, problem, uneven
 from tests.engines.harness import MemorySource
 from tests.ranks import run_ranks
 
 SHAPES = [(kind, world) for kind in harness.EVERY_ENGINE for world in (1, 2, 3, 4)] + [("fsdp2-hybrid", 4)]
 SAVED_AFTER, END = 5, 15  # ten steps after the checkpoint, a short one among them
 TOLERANCE = 1e-5
+OPTIMIZER = problem.OPTIMIZER.model_copy(update={"ema": 0.7, "ema_warmup": True})
 
 
 def micro(world: int) -> int:
@@ -27,7 +32,8 @@ def micro(world: int) -> int:
 
 def uninterrupted(rank: int, world: int, kind: str, folder: Path, number: int) -> bytes:
     """Train, save on the way, go on. Returns the state that was saved and this rank's losses after it."""
-    engine = harness.build(kind, MemorySource.of_weights(problem.weights_of(problem.make_model())))
+    engine = harness.build(kind, MemorySource.of_weights(weights()), optimizer=OPTIMIZER)
+    engine.load_state(MemorySource(uneven.state()), uneven.SCALARS)
     problem.train_with(engine, micro=micro(world), steps=range(SAVED_AFTER), poisoned_rank=0)
     save_checkpoint(
         folder, step=number, ranges=engine.local_state, run_state={"engine": engine.scalars()}, settings={},
@@ -42,7 +48,8 @@ def uninterrupted(rank: int, world: int, kind: str, folder: Path, number: int) -
 def resumed(rank: int, world: int, kind: str, folder: Path, count: int) -> bytes:
     """Go on from each checkpoint in turn. Returns what was held after loading (rank 0) and this rank's losses."""
     reports = []
-    engine = harness.build(kind, MemorySource.of_weights({n: w + 1 for n, w in weights().items()}))
+    start = MemorySource.of_weights({n: w + 1 for n, w in weights().items()})
+    engine = harness.build(kind, start, optimizer=OPTIMIZER)
     for number in range(count):
         with CheckpointReader(folder / checkpoint_name(number)) as reader:
             engine.load_state(reader, reader.run_state["engine"])
@@ -88,6 +95,8 @@ def test_every_pair_of_engines_and_rank_counts_goes_on_exactly(tmp_path: Path) -
             losses = summed([report[source][2] for report in by_rank])
             assert differing(held, state) == 0, label
             assert held_scalars == scalars, label
+            assert scalars["ema_updates"] == SAVED_AFTER - 1  # but for the step that was skipped
+            assert scalars["parameter_steps"] == {n: count + SAVED_AFTER - 1 for n, count in uneven.BEHIND.items()}
             if SHAPES[source] == (kind, world):
                 assert losses == expected, label
             deviation = max(map(problem.relative, losses, expected))

@@ -11,28 +11,15 @@ from qwen_edit_zero.engines.step_counts import StepCounts
 from qwen_edit_zero.errors import CheckpointError
 from tests.engines import harness, problem
 from tests.engines.harness import MemorySource
+from tests.engines.uneven import BEHIND, DONE, SCALARS, state
 from tests.ranks import run_ranks
 
-BEHIND = {"gain": 1, "before.weight": 2, "transformer.proj_out.bias": 0, "transformer.txt_in.weight": 1}
-DONE, STEPS = 3, range(3, 6)
-SCALARS = {"optimizer_steps": DONE, "parameter_steps": BEHIND}
-
-
-def moments() -> dict[str, dict[str, torch.Tensor]]:
-    """A state as after some steps; a parameter without steps has no moments."""
-    weights = problem.weights_of(problem.make_model())
-    generator = torch.Generator().manual_seed(3)
-    state: dict[str, dict[str, torch.Tensor]] = {"param": weights, "exp_avg": {}, "exp_avg_sq": {}}
-    for name, weight in weights.items():
-        done = BEHIND.get(name, DONE) > 0
-        state["exp_avg"][name] = torch.randn(weight.shape, generator=generator) * 1e-2 * done
-        state["exp_avg_sq"][name] = torch.rand(weight.shape, generator=generator) * 1e-3 * done
-    return state
+STEPS = range(DONE, DONE + 3)
 
 
 def train_plainly() -> dict[str, Any]:
     """`torch.optim.AdamW` itself, with these counts."""
-    model, state = problem.make_model(), moments()
+    model, begun = problem.make_model(), state()
     options = problem.OPTIMIZER
     adamw = torch.optim.AdamW(
         model.parameters(), lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
@@ -40,21 +27,21 @@ def train_plainly() -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         adamw.state[parameter] = {
             "step": torch.tensor(float(BEHIND.get(name, DONE))),
-            "exp_avg": state["exp_avg"][name].clone(),
-            "exp_avg_sq": state["exp_avg_sq"][name].clone(),
+            "exp_avg": begun["exp_avg"][name].clone(),
+            "exp_avg_sq": begun["exp_avg_sq"][name].clone(),
         }
     losses, _ = problem.train_plainly(model, options, steps=STEPS, adamw=adamw)
     return {"losses": losses, "weights": problem.weights_of(model)}
 
 
 def train(rank: int, world: int, kind: str) -> bytes:
-    state = MemorySource(moments())
+    begun = MemorySource(state())
     source = MemorySource.of_weights(problem.weights_of(problem.make_model()))
     options = {"cpu_offload": True} if kind == "fsdp2-cpu-offload" else {}
     engine = harness.build(kind, source, **options)
     reports = []
     for scalars in ({"optimizer_steps": 7}, SCALARS, SCALARS):  # loaded over other counts, too
-        engine.load_state(state, scalars)
+        engine.load_state(begun, scalars)
         held = engine.scalars()
         losses, _ = problem.train_with(engine, micro=2, steps=STEPS)
         report = {"held": held, "losses": losses, "weights": dict(engine.full_weights()), "later": engine.scalars()}
