@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import xxhash
 from PIL import Image
@@ -35,9 +36,11 @@ def look_at(file: PictureFile) -> tuple[bytes, tuple[int, int]]:
     return digest_of(content), picture_size(HeldFile(file.name, content))
 
 
-def load_unchanged(file: PictureFile, digest: bytes) -> Image.Image:
-    """Decode a picture whose content must still be that of the digest. Raises DataError."""
+def load_unchanged(
+    file: PictureFile, digest: bytes, *, decode: Callable[[HeldFile], Image.Image] = load_picture
+) -> Image.Image:
+    """Decode a picture, or a mask, whose content must still be that of the digest. Raises DataError."""
     content = file.read(MAX_BYTES)
     if digest_of(content) != digest:
         raise DataError(f"picture {shown(file.name)}: it has changed since this run began; start the run again")
-    return load_picture(HeldFile(file.name, content))
+    return decode(HeldFile(file.name, content))

@@ -22,6 +22,7 @@ from qwen_edit_zero.edit_data.cache.store import ConditioningCache, told
 from qwen_edit_zero.edit_data.cache.survey import Table
 from qwen_edit_zero.edit_data.cache.todo import KINDS, TodoList, groups
 from qwen_edit_zero.edit_data.manifests.manifest import OnError, Sample
+from qwen_edit_zero.edit_data.pictures.decode import load_mask
 from qwen_edit_zero.edit_data.pictures.draws import Draw
 from qwen_edit_zero.errors import DataError
 
@@ -239,7 +240,7 @@ def _mask(item: _Item) -> torch.Tensor:
     file = pictures_of(item.sample)[2]
     assert file is not None
     assert made.mask is not None
-    grid = made.mask.apply_to_mask(load_unchanged(file, item.digests[-1].tobytes()).convert("L"))
+    grid = made.mask.apply_to_mask(load_unchanged(file, item.digests[-1].tobytes(), decode=load_mask))
     return torch.from_numpy(np.rint(grid * 255).astype(np.uint8))
 
 
