@@ -65,17 +65,42 @@ class AugmentSettings(Section):
     colour: Annotated[float, Field(ge=0, le=0.5)] = 0.0  # brightness and contrast change by up to this share
 
 
+class StorageSettings(Section):
+    """Data on object stores (`s3://`, `oss://`, ...); credentials come from the environment, never from here."""
+
+    retries: Annotated[int, Field(ge=0, le=100)] = 5  # after a failure that may pass, each after twice the wait
+    timeout_seconds: Annotated[float, Field(gt=0)] = 30.0  # to connect, and without a byte of the answer
+    cache_dir: Path | None = None  # folder on a disk of the node where its processes keep objects; None: none kept
+    cache_gb: Annotated[float, Field(gt=0)] = 20.0  # the folder holds up to so many 10^9 bytes, the last used ones
+
+
 class DataSettings(Section):
     """The triplets. Areas are in pixels: each picture is resized to that area, keeping its aspect."""
 
-    manifest: str = "demo"  # "demo" or a JSONL file
-    validation: str | None = None  # None: the demo's own for "demo", else no validation
+    manifest: str = "demo"  # "demo", or a file, folder or pattern of a format that docs/data.md lists
+    # of data.manifest; auto: told by content
+    format: Literal["auto", "jsonl", "diffsynth", "musubi", "ai_toolkit", "imagefolder", "parquet", "webdataset"] = (
+        "auto"
+    )
+    # for formats without fixed names, as in {source: [before, style], target: after}; None: by usual names
+    columns: dict[str, str | list[str]] | None = None
+    split: str | None = None  # use only rows of this split, where "train" has those without any; None: all rows
+    outside: list[str] = []  # folders and URLs besides the manifest's own folder that pictures may lie in
+    # held-out samples; None: the demo's own for "demo", data.manifest if validation_split is given, else none
+    validation: str | None = None
+    validation_split: str | None = None  # as split, of the held-out samples
     vae_area: VaeArea = 1024 * 1024  # of targets, and of references as the VAE sees them
     condition_area: ConditionArea = 384 * 384  # of references as the text encoder sees them
     cache_dir: Path | None = None  # latents and embeddings, computed once; None: RUN/cache
     max_references: Annotated[int, Field(ge=1)] = 3  # a sample with more of them is refused
     max_samples: Positive | None = None  # use the first so many rows only, for trials; None: all
     on_error: Literal["stop", "skip"] = "stop"  # what a bad sample does
+    storage: StorageSettings = StorageSettings()  # how pictures on object stores are fetched
+    # of categories in an epoch; sqrt: by roots of sizes; uniform: all alike; {name: n}: n times as often as unnamed ones
+    balance: Literal["none", "sqrt", "uniform"] | dict[str, Annotated[float, Field(gt=0)]] = "none"
+    weights: Literal["loss", "repeat"] = "loss"  # of rows: factors of the loss, or how often they come in an epoch
+    workers: Positive = 2  # threads a rank that read latents and embeddings while the step before is computed
+    prefetch: Positive = 4  # micro-batches a rank that they are ahead; each takes memory on the device
     # of references nearly of the target's size; none: each is stretched to its grid; crop: cut, centred, to one size
     align: Literal["none", "crop"] = "none"
     variants: Positive = 1  # cached versions of a sample's pictures; the first is plain, the others by `augment`
