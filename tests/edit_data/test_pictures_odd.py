@@ -340,3 +340,22 @@ def test_io_is_not_kept_open() -> None:
     image = load_picture(held(buffer.getvalue()))
     buffer.close()
     assert image.tobytes() == NOISE.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "JPEG2000"])
+def test_the_size_of_a_picture_costs_its_header_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WebP and AVIF are read whole: Pillow's decoders want it so."""
+    large = Image.fromarray(np.random.default_rng(2).integers(0, 256, (700, 900, 3), dtype=np.uint8))
+    content = encoded(large.quantize() if kind == "GIF" else large, kind)
+    read: list[int] = []
+
+    class Counted(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            found = super().read(size)
+            read.append(len(found))
+            return found
+
+    file = held(content)
+    monkeypatch.setattr(type(file), "open", lambda self: Counted(self.content))
+    assert picture_size(file) == (900, 700)
+    assert sum(read) < 20_000 < len(content)
