@@ -22,7 +22,8 @@ def test_every_value_is_printed_with_its_source(tmp_path: Path) -> None:
     assert lines["seed: 7"] == "override"
     assert lines["micro_size: 1"] == "default"
     leaves = [name for name, is_section in known_names().items() if not is_section and "lora" not in name]
-    assert len(lines) == len(leaves) + 1  # model.lora is null
+    printed = [line for line in text.splitlines() if "#" in line]  # some settings of two sections share a name
+    assert len(printed) == len(leaves) + 1  # model.lora is null
 
 
 def test_printed_settings_are_a_recipe_with_the_same_settings(tmp_path: Path) -> None:
