@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from qwen_edit_zero.cluster.collectives import gather_objects
@@ -17,16 +16,20 @@ from qwen_edit_zero.edit_data.cache.entries import EntryKind
 from qwen_edit_zero.edit_data.cache.needs import Making
 from qwen_edit_zero.edit_data.cache.prepared import PreparedSet, SetSpec, prepare_sets
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
+from qwen_edit_zero.edit_data.cache.refusals import as_line
 from qwen_edit_zero.edit_data.cache.store import ConditioningCache, SampleKey, entry_kind
+from qwen_edit_zero.edit_data.instructions.prepare import Instructions, Tally
 from qwen_edit_zero.edit_data.manifests.samples import Sample
+from qwen_edit_zero.edit_data.manifests.table import SampleTable
 from qwen_edit_zero.edit_data.pictures.draws import variant_for
 from qwen_edit_zero.edit_data.pictures.prepare import Areas
 from qwen_edit_zero.edit_model.encoders import ConditioningEncoder, about_latents, about_prompts
 from qwen_edit_zero.edit_model.folder import ModelFolder, Variant
 from qwen_edit_zero.settings.models import Settings
-from qwen_edit_zero.training.datasets import DataSet, held_out_set, training_set
+from qwen_edit_zero.training.datasets import HeldOutTexts, TrainingTexts, held_out_table, training_table
 from qwen_edit_zero.training.progress import LateProgress
 
+MANIFESTS = "manifests"  # folder of the cache with the indexes of manifests
 _SHOWN = 10  # refused rows of a set that are told
 
 
@@ -34,13 +37,15 @@ _SHOWN = 10  # refused rows of a set that are told
 class TrainingData:
     """The samples to train on, all of whose entries are in the cache."""
 
-    samples: Sequence[Sample]
+    samples: SampleTable
     prepared: PreparedSet
-    weights: np.ndarray[tuple[int], np.dtype[np.float32]]
-    category_codes: np.ndarray[tuple[int], np.dtype[np.int32]]
-    categories: tuple[str, ...]
-    fingerprint: str
+    instructions: Instructions
     seed: int
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits over what the rows say, their order and their buckets."""
+        return self.prepared.fingerprint(self.samples.fingerprint)
 
     def buckets(self) -> list[Bucket]:
         """The different buckets, in the order of their codes."""
@@ -51,11 +56,10 @@ class TrainingData:
         """What is read for a sample at a draw: which variant of its pictures, which of its texts."""
         if self.prepared.variants == 1 and self.prepared.texts_of(index) == 1:
             return self.prepared.key(index)
-        sample_id = self.samples[index].id
-        variant = variant_for(
-            seed=self.seed, sample_id=sample_id, epoch=epoch, draw=draw, variants=self.prepared.variants
-        )
-        return self.prepared.key(index, variant=variant)
+        name, seed = self.samples[index].id, self.seed
+        variant = variant_for(seed=seed, sample_id=name, epoch=epoch, draw=draw, variants=self.prepared.variants)
+        text = self.instructions.index(seed, name, epoch, draw, self.prepared.texts_of(index))
+        return self.prepared.key(index, variant=variant, text=text)
 
 
 @dataclass(frozen=True)
@@ -82,12 +86,16 @@ def encoder_dtype(settings: Settings, device: torch.device | str) -> torch.dtype
     return torch.bfloat16 if on_gpu and settings.precision.mode != "fp32" else torch.float32
 
 
-def entry_kinds(folder: ModelFolder, dtype: torch.dtype) -> tuple[EntryKind, EntryKind]:
-    """What the latents and the embeddings of this model are, apart from the samples."""
-    return (
-        entry_kind("latent", about_latents(folder, dtype=dtype)),
-        entry_kind("prompt", about_prompts(folder, dtype=dtype)),
-    )
+def entry_kinds(settings: Settings, folder: ModelFolder, dtype: torch.dtype) -> tuple[EntryKind, EntryKind]:
+    """What the latents and the embeddings of a run are, apart from the samples.
+
+    An embedding says that its row was accepted by the classifier that blocks rows, if there is one: another classifier
+    is asked again.
+    """
+    prompts = about_prompts(folder, dtype=dtype)
+    if settings.data.safety == "block" and settings.data.safety_classifier:
+        prompts["accepted_by"] = settings.data.safety_classifier
+    return entry_kind("latent", about_latents(folder, dtype=dtype)), entry_kind("prompt", prompts)
 
 
 def areas_of(settings: Settings, folder: ModelFolder) -> Areas:
@@ -96,7 +104,7 @@ def areas_of(settings: Settings, folder: ModelFolder) -> Areas:
     return Areas(data.vae_area, data.vae_area if folder.variant is Variant.EDIT else data.condition_area)
 
 
-def making_of(settings: Settings, folder: ModelFolder) -> Making:
+def making_of(settings: Settings, folder: ModelFolder, texts: TrainingTexts) -> Making:
     """Which pictures and texts of a training sample are encoded."""
     data = settings.data
     return Making(
@@ -105,16 +113,16 @@ def making_of(settings: Settings, folder: ModelFolder) -> Making:
         augment=data.augment,
         variants=data.variants,
         seed=settings.run.seed,
+        texts=texts,
+        judge=texts.judge if data.safety == "block" and data.safety_classifier else None,
     )
 
 
-def making_held_out(settings: Settings, folder: ModelFolder) -> Making:
+def making_held_out(settings: Settings, folder: ModelFolder, instructions: Instructions) -> Making:
     """Of a held-out sample: its instruction, and for guidance the negative prompt with the same references."""
-    negative = (settings.sampling.negative_prompt,) if settings.sampling.guidance > 1 else ()
+    negative = settings.sampling.negative_prompt if settings.sampling.guidance > 1 else None
     return Making(
-        areas=areas_of(settings, folder),
-        align=settings.data.align,
-        texts=lambda sample: (sample.instruction, *negative),
+        areas=areas_of(settings, folder), align=settings.data.align, texts=HeldOutTexts(instructions, negative)
     )
 
 
@@ -137,9 +145,18 @@ def condition(
         work: a folder of this run alone, for columns about its samples.
     """
     ranks = Ranks(rank, world_size, gather_objects)
+    instructions = Instructions(settings.data)
+    texts = TrainingTexts(instructions)
     most = settings.data.max_references if folder.variant.takes_several_references else 1
-    sets = [training_set(settings, most, ranks=ranks, index_folder=cache_folder)]
-    held_out = held_out_set(settings, most, ranks=ranks, index_folder=cache_folder)
+    indexes = cache_folder / MANIFESTS
+    tables = [training_table(settings, most, rank=rank, index_folder=indexes)]
+    specs = [SetSpec("train", tables[0], making_of(settings, folder, texts), observe=texts.count)]
+    held_out = held_out_table(settings, most, rank=rank, index_folder=indexes)
+    if held_out is not None:
+        tables.append(held_out)
+        specs.append(SetSpec("held-out", held_out, making_held_out(settings, folder, instructions), required=False))
+    if rank == 0:
+        print(tables[0].describe())
     dtype = encoder_dtype(settings, device)
     encoder = ConditioningEncoder(
         folder,
@@ -149,13 +166,7 @@ def condition(
         dtype=dtype,
         channels_last=settings.gpu.channels_last and device.type == "cuda",
     )
-    specs = [SetSpec("train", sets[0].title, sets[0].samples, making_of(settings, folder))]
-    if held_out is not None:
-        sets.append(held_out)
-        specs.append(
-            SetSpec("held-out", held_out.title, held_out.samples, making_held_out(settings, folder), required=False)
-        )
-    cache = ConditioningCache(cache_folder, *entry_kinds(folder, dtype), ranks, work=work)
+    cache = ConditioningCache(cache_folder, *entry_kinds(settings, folder, dtype), ranks, work=work)
     try:
         prepared = prepare_sets(
             specs,
@@ -166,12 +177,12 @@ def condition(
             new_bar=lambda title, total: LateProgress(title, total, rank=rank),
         )
         if rank == 0:
-            _report(
-                dict(zip(("training set", "held-out set"), zip(sets, prepared, strict=True), strict=False)), left_out
-            )
+            _report(tables, prepared, left_out)
+        _tell(ranks.exchange(texts.tally), rank)
+        kept = tables[0].take(prepared[0].rows)
         return Conditioned(
             cache,
-            _training_data(sets[0], prepared[0], settings.run.seed),
+            TrainingData(kept, prepared[0], instructions, settings.run.seed),
             HeldOut((), (), ()) if held_out is None else _held_out(held_out, prepared[1], settings),
         )
     except BaseException:
@@ -181,38 +192,33 @@ def condition(
         encoder.close()
 
 
-def _training_data(data: DataSet, prepared: PreparedSet, seed: int) -> TrainingData:
-    kept = data.take(prepared.rows)
-    return TrainingData(
-        kept.samples,
-        prepared,
-        kept.weights,
-        kept.category_codes,
-        kept.categories,
-        prepared.fingerprint(data.fingerprint),
-        seed,
-    )
-
-
-def _held_out(data: DataSet, prepared: PreparedSet, settings: Settings) -> HeldOut:
+def _held_out(table: SampleTable, prepared: PreparedSet, settings: Settings) -> HeldOut:
     return HeldOut(
-        tuple(data.samples[int(row)] for row in prepared.rows),
+        tuple(table[int(row)] for row in prepared.rows),
         tuple(prepared.key(i) for i in range(len(prepared))),
         tuple(prepared.key(i, text=1) for i in range(len(prepared))) if settings.sampling.guidance > 1 else (),
     )
 
 
-def _report(found: Mapping[str, tuple[DataSet, PreparedSet]], left_out: Path) -> None:
+def _tell(tallies: list[Tally], rank: int) -> None:
+    """What was done to the instructions, if anything was."""
+    total = tallies[0]
+    for tally in tallies[1:]:
+        total += tally
+    if rank == 0 and (total.changed or total.findings or total.withheld or total.refused):
+        print("\n".join(total.lines()))
+
+
+def _report(tables: Sequence[SampleTable], sets: Sequence[PreparedSet], left_out: Path) -> None:
     """Tell the first few rows of each set that are left out, and write all to `left_out`, which always is about the
     last start."""
     left_out.unlink(missing_ok=True)
     told = []
     with left_out.open("w", encoding="utf-8") as out:
-        for title, (data, prepared) in found.items():
-            refused = data.refused
+        for title, table, prepared in zip(("training set", "held-out set"), tables, sets, strict=False):
+            refused = table.refused
             for refusal in refused:
-                line = {"line": refusal.line, "id": refusal.id, "reason": refusal.reason}
-                out.write(json.dumps({"set": title, **line}, ensure_ascii=False) + "\n")
+                out.write(json.dumps({"set": title, **as_line(refusal)}, ensure_ascii=False) + "\n")
             for file in prepared.refused.files:
                 with file.open(encoding="utf-8") as lines:
                     for text in lines:

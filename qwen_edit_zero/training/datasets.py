@@ -1,94 +1,116 @@
-"""The tables of samples that a run's settings name."""
+"""The tables of samples that a run's settings name, and the texts that their instructions become."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from qwen_edit_zero.assets import demo_manifest
-from qwen_edit_zero.edit_data.batches.schedule import codes_of
-from qwen_edit_zero.edit_data.cache.ranks import Ranks
-from qwen_edit_zero.edit_data.manifests.manifest import Manifest, dataset_fingerprint, read_manifest
-from qwen_edit_zero.edit_data.manifests.samples import Refusal, Sample
-from qwen_edit_zero.edit_data.wording import shown
+from qwen_edit_zero.cluster.collectives import from_rank_0
+from qwen_edit_zero.edit_data.instructions.prepare import Candidates, Instructions, Tally
+from qwen_edit_zero.edit_data.manifests.opening import open_manifest
+from qwen_edit_zero.edit_data.manifests.samples import Sample
+from qwen_edit_zero.edit_data.manifests.table import SampleTable
+from qwen_edit_zero.errors import DataError
 from qwen_edit_zero.settings.models import Settings
 
 DEMO = "demo"
 
 
-@dataclass(frozen=True)
-class DataSet:
-    """Some samples of a manifest, in order.
-
-    Attributes:
-        title: for messages.
-        weights: (n,) of the rows.
-        category_codes: (n,) positions in `categories`; "" is no category.
-        refused: rows of the manifest that are left out.
-        fingerprint: over what the rows say.
-    """
-
-    title: str
-    samples: Sequence[Sample]
-    weights: npt.NDArray[np.float32]
-    category_codes: npt.NDArray[np.int32]
-    categories: tuple[str, ...]
-    refused: Sequence[Refusal]
-    fingerprint: str
-
-    def take(self, rows: npt.NDArray[np.int64]) -> DataSet:
-        """The samples of these rows, in this order."""
-        if len(rows) == len(self.samples):
-            return self
-        return replace(
-            self,
-            samples=tuple(self.samples[int(row)] for row in rows),
-            weights=self.weights[rows],
-            category_codes=self.category_codes[rows],
-        )
+def training_table(settings: Settings, most_references: int, *, rank: int, index_folder: Path) -> SampleTable:
+    """The first data.max_samples rows of data.manifest. Collective. Raises DataError, StorageError."""
+    table = _open(settings, settings.data.manifest, "train", most_references, rank, index_folder)
+    return table[: settings.data.max_samples]
 
 
-def training_set(settings: Settings, most_references: int, *, ranks: Ranks, index_folder: Path) -> DataSet:
-    """The first data.max_samples rows of data.manifest. Collective. Raises DataError."""
-    data = settings.data
-    path = _path(data.manifest, "train")
-    manifest = read_manifest(path, max_references=most_references, on_error=data.on_error)
-    return _data_set(manifest, manifest.samples[: data.max_samples])
-
-
-def held_out_set(settings: Settings, most_references: int, *, ranks: Ranks, index_folder: Path) -> DataSet | None:
+def held_out_table(settings: Settings, most_references: int, *, rank: int, index_folder: Path) -> SampleTable | None:
     """sampling.count held-out samples: the first of every category, then the second of every category ...; None if
-    there are none. Collective. Raises DataError."""
-    data = settings.data
-    name = data.validation or (DEMO if data.manifest == DEMO else None)
+    there are none. Collective. Raises DataError, StorageError."""
+    name = settings.data.validation or (DEMO if settings.data.manifest == DEMO else None)
     if name is None or settings.sampling.count == 0:
         return None
-    manifest = read_manifest(_path(name, "validation"), max_references=most_references, on_error=data.on_error)
-    turn: dict[str | None, int] = {}
-    order = []
-    for position, sample in enumerate(manifest.samples):
-        turn[sample.category] = turn.get(sample.category, -1) + 1
-        order.append((turn[sample.category], position))
-    chosen = [position for _, position in sorted(order)[: settings.sampling.count]]
-    return _data_set(manifest, tuple(manifest.samples[position] for position in chosen))
+    table = _open(settings, name, "validation", most_references, rank, index_folder)
+    return table.take(spread_over_categories(table.category_codes, settings.sampling.count))
 
 
-def _path(name: str, split: str) -> Path:
-    return demo_manifest("train" if split == "train" else "validation") if name == DEMO else Path(name).expanduser()
+def spread_over_categories(codes: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.int64]:
+    """`count` positions: the first of every category, then the second of every category ..., each turn in order."""
+    by_category = np.argsort(codes, kind="stable")
+    ordered = codes[by_category]
+    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+    turn = np.empty(len(codes), np.int64)
+    turn[by_category] = np.arange(len(codes)) - np.repeat(starts, np.diff(np.append(starts, len(codes))))
+    return np.lexsort((np.arange(len(codes)), turn))[:count]
 
 
-def _data_set(manifest: Manifest, samples: tuple[Sample, ...]) -> DataSet:
-    names = [sample.category or "" for sample in samples]
-    return DataSet(
-        f"manifest {shown(manifest.path)}",
-        samples,
-        np.array([sample.weight for sample in samples], np.float32),
-        codes_of(names),
-        tuple(dict.fromkeys(names)),
-        manifest.refused,
-        dataset_fingerprint(samples),
+def _open(
+    settings: Settings, name: str, split: str, most_references: int, rank: int, index_folder: Path
+) -> SampleTable:
+    path = demo_manifest("train" if split == "train" else "validation") if name == DEMO else Path(name).expanduser()
+    return open_manifest(
+        path,
+        max_references=most_references,
+        on_error=settings.data.on_error,
+        index_folder=index_folder,
+        rank=rank,
+        from_rank_0=from_rank_0,
     )
+
+
+class TrainingTexts:
+    """The texts that a training sample may be trained on, as `needs.Making` wants them.
+
+    Attributes:
+        tally: counts over the samples that were given to `count`.
+    """
+
+    def __init__(self, instructions: Instructions) -> None:
+        self.tally = Tally()
+        self._instructions = instructions
+        self._candidates = lru_cache(maxsize=1 << 14)(self._made)  # asked for several times while a row is looked at
+
+    def __call__(self, sample: Sample) -> tuple[str, ...]:
+        """All texts of a sample, in order. Raises DataError if the row is refused."""
+        made = self._candidates(sample.instruction, sample.paraphrases)
+        if made.refusal:
+            raise DataError(made.refusal)
+        return made.texts
+
+    def count(self, sample: Sample) -> None:
+        """Count what was done to a sample's instruction."""
+        self.tally.add(self._candidates(sample.instruction, sample.paraphrases).prepared[0])
+
+    def judge(self, sample: Sample) -> None:
+        """Ask the classifier, if there is one. Raises DataError if the row is refused, RunError if it fails."""
+        prepared = self._instructions.prepare(sample.instruction)
+        refusal = self._instructions.classify(prepared, (*sample.sources, sample.target)).refusal
+        if refusal:
+            raise DataError(refusal)
+
+    def _made(self, instruction: str, paraphrases: tuple[str, ...]) -> Candidates:
+        return self._instructions.candidates(_Texts(instruction, paraphrases))
+
+
+class _Texts:
+    """What of a sample decides its texts."""
+
+    def __init__(self, instruction: str, paraphrases: tuple[str, ...]) -> None:
+        self.instruction, self.paraphrases = instruction, paraphrases
+
+
+class HeldOutTexts:
+    """A held-out sample's instruction, and for guidance what leads away from it."""
+
+    def __init__(self, instructions: Instructions, negative: str | None) -> None:
+        self._instructions = instructions
+        self._negative = () if negative is None else (negative,)
+
+    def __call__(self, sample: Sample) -> tuple[str, ...]:
+        """The texts. Raises DataError if the row is refused."""
+        prepared = self._instructions.prepare(sample.instruction)
+        if prepared.refusal:
+            raise DataError(prepared.refusal)
+        return (prepared.text, *self._negative)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import xxhash
 from PIL import Image
 
-from qwen_edit_zero.edit_data.manifests.manifest import Sample
+from qwen_edit_zero.edit_data.manifests.samples import Sample
 from qwen_edit_zero.edit_data.pictures.decode import MAX_BYTES, load_picture, picture_size
 from qwen_edit_zero.edit_data.storage.files import HeldFile, PictureFile, Stamp
 from qwen_edit_zero.edit_data.wording import shown
@@ -17,7 +17,7 @@ from qwen_edit_zero.errors import DataError
 
 def pictures_of(sample: Sample) -> tuple[PictureFile, tuple[PictureFile, ...], PictureFile | None]:
     """Target, references in order, and mask of a sample."""
-    return sample.target, sample.sources, getattr(sample, "mask", None)
+    return sample.target, sample.sources, sample.mask
 
 
 def stamp_hash(stamp: Stamp) -> int:

@@ -21,7 +21,7 @@ from qwen_edit_zero.edit_data.cache.needs import Making
 from qwen_edit_zero.edit_data.cache.store import ConditioningCache, told
 from qwen_edit_zero.edit_data.cache.survey import Table
 from qwen_edit_zero.edit_data.cache.todo import KINDS, TodoList, groups
-from qwen_edit_zero.edit_data.manifests.manifest import OnError, Sample
+from qwen_edit_zero.edit_data.manifests.samples import OnError, Sample
 from qwen_edit_zero.edit_data.pictures.decode import load_mask
 from qwen_edit_zero.edit_data.pictures.draws import Draw
 from qwen_edit_zero.errors import DataError
@@ -62,6 +62,7 @@ class Bar(Protocol):
         """Nothing more comes."""
 
 
+Pictures = Future[list[Image.Image]]
 NewBar = Callable[[str, int], Bar]
 
 
@@ -158,7 +159,9 @@ class Filler:
             for record in item.todo:
                 text = texts[int(record["part"])]
 
-                def encode(text: str = text, pictures: Future[list[Image.Image]] = pictures) -> torch.Tensor:
+                def encode(item: _Item = item, text: str = text, pictures: Pictures = pictures) -> torch.Tensor:
+                    if item.making.judge is not None:
+                        item.making.judge(item.sample)
                     self._encoders.check_instruction(text)
                     return self._encoders.prompt(pictures.result(), text)
 
@@ -245,4 +248,4 @@ def _mask(item: _Item) -> torch.Tensor:
 
 
 def _draw(item: _Item) -> Draw:
-    return item.making.draws(item.sample)[int(item.todo[0]["variant"])]
+    return item.making.draws(item.sample, item.making.texts(item.sample))[int(item.todo[0]["variant"])]

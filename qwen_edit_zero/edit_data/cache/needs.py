@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from qwen_edit_zero.edit_data.cache.keys import latent_key, prompt_key
 from qwen_edit_zero.edit_data.cache.survey import Chunk
-from qwen_edit_zero.edit_data.manifests.manifest import Sample
+from qwen_edit_zero.edit_data.manifests.samples import Sample
 from qwen_edit_zero.edit_data.pictures.alignment import CROP_LIMIT, Align, prepared_sizes
 from qwen_edit_zero.edit_data.pictures.draws import PLAIN, Draw, draw_for, names_a_side
 from qwen_edit_zero.edit_data.pictures.prepare import Areas, Plan, Preparation, plan
@@ -35,7 +35,9 @@ class Making:
     Attributes:
         areas: in pixels; of the first variant, whose text encoder sees what the VAE sees, both are the VAE's.
         variants: versions of a sample's pictures; the first is plain, the others by `augment`, drawn by `seed`.
-        texts: all that a sample may be trained on, in an order that depends on the sample alone.
+        texts: all that a sample may be trained on, in an order that depends on the sample alone; raises DataError if
+            its row is refused.
+        judge: is asked before a sample's texts are encoded; raises DataError if its row is refused.
     """
 
     areas: Areas
@@ -44,12 +46,13 @@ class Making:
     variants: int = 1
     seed: int = 0
     texts: Texts = instruction_alone
+    judge: Callable[[Sample], None] | None = None
 
-    def draws(self, sample: Sample) -> tuple[Draw, ...]:
-        """The draw of each variant of a sample."""
+    def draws(self, sample: Sample, texts: tuple[str, ...]) -> tuple[Draw, ...]:
+        """The draw of each variant of a sample with these texts."""
         if self.variants == 1:
             return (PLAIN,)
-        may_flip = not (self.augment.flip and names_a_side(self.texts(sample)))
+        may_flip = not (self.augment.flip and names_a_side(texts))
         return tuple(
             draw_for(self.augment, seed=self.seed, sample_id=sample.id, variant=v, may_flip=may_flip)
             for v in range(self.variants)
@@ -116,10 +119,11 @@ def needs_of(chunk: Chunk, making: Making) -> Needs:
         if row in found.reasons or (len(chunk.unread) and chunk.unread[row]):
             continue
         digests = [d.tobytes() for d in chunk.digests[row]]
-        texts = making.texts(sample)
         references = len(sample.source_names)
+        before = len(prompts)
         try:
-            for variant, draw in enumerate(making.draws(sample)):
+            texts = making.texts(sample)
+            for variant, draw in enumerate(making.draws(sample, texts)):
                 if draw is PLAIN and is_plain[row]:
                     keys = [_plain_key(*size) for size in found.prepared[row, : 1 + references].tolist()]
                     seen = [_plain_key(*size) for size in shown[row, 1 : 1 + references].tolist()]
@@ -136,7 +140,7 @@ def needs_of(chunk: Chunk, making: Making) -> Needs:
                 prompts += [prompt_key(text, seen) for text in texts]
         except DataError as error:
             found.reasons[row] = str(error)
-            del prompts[len(prompts) - variant * len(texts) :]
+            del prompts[before:]
             found.latents[row] = found.masks[row] = 0
             continue
         found.texts[row] = len(texts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +15,10 @@ from qwen_edit_zero.edit_data.cache.needs import Making, needs_of
 from qwen_edit_zero.edit_data.cache.refusals import RefusalLog, Refused, listed
 from qwen_edit_zero.edit_data.cache.sorted_table import as_keys
 from qwen_edit_zero.edit_data.cache.store import ConditioningCache, SampleKey, told
-from qwen_edit_zero.edit_data.cache.survey import Advance, Surveyor, Table
+from qwen_edit_zero.edit_data.cache.survey import Advance, Surveyor
 from qwen_edit_zero.edit_data.cache.todo import Missing
-from qwen_edit_zero.edit_data.manifests.manifest import OnError, Refusal
+from qwen_edit_zero.edit_data.manifests.samples import OnError, Refusal, Sample
+from qwen_edit_zero.edit_data.manifests.table import SampleTable
 from qwen_edit_zero.errors import DataError
 
 _CHUNK = 1 << 18  # rows whose columns are looked at together
@@ -29,15 +30,24 @@ class SetSpec:
 
     Attributes:
         name: of its columns; unique among the sets.
-        title: for messages, such as `manifest "a.jsonl"`.
         required: whether it is an error if no sample is left.
+        observe: is given every sample, once, by the rank that looks at it.
     """
 
     name: str
-    title: str
-    table: Table
+    table: SampleTable
     making: Making
     required: bool = True
+    observe: Callable[[Sample], None] | None = None
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return f"manifest {self.table.name}"
+
+    def refusal(self, sample: Sample, reason: str) -> Refusal:
+        """That this sample is left out."""
+        return Refusal(sample.line, sample.id, reason, self.table.where(sample.line))
 
 
 @dataclass(frozen=True)
@@ -200,9 +210,11 @@ class _Job:
     def survey(self, surveyor: Surveyor, missing: Missing, advance: Advance) -> None:
         for chunk in surveyor.chunks(self.spec.table, self.share, advance):
             needs = needs_of(chunk, self.spec.making)
+            if self.spec.observe is not None:
+                for sample in chunk.samples:
+                    self.spec.observe(sample)
             for row in sorted(needs.reasons):
-                sample = chunk.samples[row]
-                self.log.add(Refusal(sample.line, sample.id, needs.reasons[row]))
+                self.log.add(self.spec.refusal(chunk.samples[row], needs.reasons[row]))
             fine = np.ones(len(chunk.samples), bool)
             fine[list(needs.reasons)] = False
             for part, values in (
@@ -260,7 +272,7 @@ class _Job:
                 sample = self.spec.table[self.share.start + start + row]
                 all_keys = [*latents[start + row].reshape(-1, 16), *masks[start + row], *keys[of_row == row]]
                 reasons = [failures[key.tobytes()] for key in all_keys if key.tobytes() in failures]
-                log.add(Refusal(sample.line, sample.id, reasons[0] if reasons else _LOST))
+                log.add(self.spec.refusal(sample, reasons[0] if reasons else _LOST))
             self.kept["rows"].append(self.share.start + start + np.flatnonzero(keep))
             self.kept["latents"].append(latents[start:end][keep])
             self.kept["masks"].append(masks[start:end][keep])

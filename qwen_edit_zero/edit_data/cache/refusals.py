@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from qwen_edit_zero.edit_data.cache.columns import Columns, wait_for
-from qwen_edit_zero.edit_data.manifests.manifest import Refusal
+from qwen_edit_zero.edit_data.manifests.samples import Refusal
 
 MOST_TOLD = 10
 
@@ -54,8 +54,7 @@ class RefusalLog:
             self._first.append(refusal)
         if self._file is None:
             self._file = self._path(self._columns.ranks.rank).open("w", encoding="utf-8")
-        line = {"line": refusal.line, "id": refusal.id, "reason": refusal.reason}
-        self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._file.write(json.dumps(as_line(refusal), ensure_ascii=False) + "\n")
 
     def close(self) -> Refused:
         """Those of all ranks, the same on every rank. Collective."""
@@ -78,6 +77,12 @@ class RefusalLog:
 
     def _path(self, rank: int) -> Path:
         return self._columns.folder / f"{self._name}.{rank:05d}.jsonl"
+
+
+def as_line(refusal: Refusal) -> dict[str, object]:
+    """What files about rows that are left out hold of each."""
+    where = {} if refusal.where is None else {"where": refusal.where}
+    return {"line": refusal.line, **where, "id": refusal.id, "reason": refusal.reason}
 
 
 def listed(count: int, first: Sequence[Refusal]) -> str:

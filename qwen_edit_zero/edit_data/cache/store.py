@@ -9,6 +9,7 @@ CACHE/latent-FINGERPRINT/    latents of prepared pictures      (`entries`)
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -148,13 +149,12 @@ class told:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, OSError):
-            room = ""
-            try:
-                free = shutil.disk_usage(self._folder).free
-                room = f" with {free / 1e9:.1f} GB free"
-            except OSError:
-                pass
+            said = error.strerror or str(error)
+            if error.filename:
+                said += f": {error.filename}"
+            with contextlib.suppress(OSError):
+                said += f"; {shutil.disk_usage(self._folder).free / 1e9:.1f} GB are free"
             raise StorageError(
-                f"cache folder {shown(self._folder)}: {self._doing} failed{room} "
-                f"({error.strerror or error}{f': {error.filename}' if error.filename else ''}); make room or name another folder (data.cache_dir)"
+                f"cache folder {shown(self._folder)}: {self._doing} failed ({said}). Make room, or name another folder "
+                "(data.cache_dir)"
             ) from error
