@@ -117,6 +117,21 @@ def _parser() -> ArgumentParser:
         )
         verb.add_argument("--all", action="store_true", help="of a manifest: every row in question, not the first 20")
         verb.set_defaults(verb=_instructions, action=name)
+    what = "write a data set of another format as our JSON Lines; pictures in archives become files beside it"
+    verb = data.add_parser("convert", help=what, description=what)
+    verb.add_argument("source", metavar="SOURCE", help="a manifest, a folder or a pattern of a format in docs/data.md")
+    verb.add_argument("out", type=Path, metavar="OUT.jsonl", help="the manifest to write; it must not exist")
+    verb.add_argument("--format", default="auto", help="of SOURCE, as data.format (default: told by content)")
+    verb.add_argument("--columns", metavar="{target: NAME, ...}", help="as data.columns")
+    verb.add_argument("--split", help="write only rows of this split, as data.split")
+    verb.add_argument(
+        "--outside", action="append", default=[], metavar="FOLDER", help="as data.outside; may be repeated"
+    )
+    verb.add_argument("--skip", action="store_true", help="leave wrong rows out, as data.on_error=skip")
+    verb.add_argument(
+        "--max-references", type=_count, default=3, metavar="N", help="as data.max_references (default 3)"
+    )
+    verb.set_defaults(verb=_convert)
     hostfile = verbs.add_parser("hostfile", help="check hostfiles").add_subparsers(required=True, metavar="VERB")
     verb = hostfile.add_parser("check", help="say in plain words what a hostfile means")
     verb.add_argument("file", type=Path, help="a hostfile such as hostfiles/8node")
@@ -247,6 +262,24 @@ def _instructions(parsed: Namespace) -> int:
 
     show = show_normalised if parsed.action == "normalise" else show_safety
     return show(parsed.what, rules=parsed.rules, everything=parsed.all)
+
+
+def _convert(parsed: Namespace) -> int:
+    from qwen_edit_zero.edit_data.manifests.commands import convert_text
+
+    print(
+        convert_text(
+            parsed.source,
+            parsed.out,
+            form=parsed.format,
+            columns=parsed.columns,
+            split=parsed.split,
+            outside=parsed.outside,
+            on_error="skip" if parsed.skip else "stop",
+            max_references=parsed.max_references,
+        )
+    )
+    return 0
 
 
 def _check_hostfile(parsed: Namespace) -> int:

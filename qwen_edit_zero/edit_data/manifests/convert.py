@@ -18,12 +18,12 @@ import orjson
 from qwen_edit_zero.edit_data.manifests.formats.columns import Columns
 from qwen_edit_zero.edit_data.manifests.names import split_member
 from qwen_edit_zero.edit_data.manifests.opening import open_manifest
-from qwen_edit_zero.edit_data.manifests.samples import OnError, Sample
-from qwen_edit_zero.edit_data.manifests.table import SampleTable
+from qwen_edit_zero.edit_data.manifests.samples import OnError, Refusal, Sample
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError, StorageError
 
 _MAX_PICTURE_BYTES = 256 << 20
+_MOST_TOLD = 100
 _ENDINGS = (  # by first bytes; what a picture really is, whatever it was called
     (b"\xff\xd8\xff", ".jpg"), (b"\x89PNG", ".png"), (b"GIF8", ".gif"), (b"BM", ".bmp"), (b"II*\0", ".tif"),
     (b"MM\0*", ".tif"), (b"\0\0\0\x0cjP", ".jp2"),
@@ -35,15 +35,20 @@ class Converted:
     """What a conversion did.
 
     Attributes:
-        table: what was read, with its refused rows.
+        description: the source and what is in it, in one line.
         rows: written.
-        pictures: taken out of archives.
-        outside: folders that pictures lie in outside the new manifest's; `data.outside` must allow them.
+        refused: the first rows that were left out, and how many there are; all are in `refused_file`, if any.
+        pictures: taken out of archives, into `pictures_folder`.
+        outside: folders outside the new manifest's that pictures lie in; `data.outside` must allow them.
     """
 
-    table: SampleTable
+    description: str
     rows: int
+    refused: list[Refusal]
+    refused_count: int
+    refused_file: Path
     pictures: int
+    pictures_folder: Path
     outside: list[str]
 
 
@@ -68,8 +73,8 @@ def convert_manifest(
         DataError: `out` or that folder exists, or the source is wrong (see `open_manifest`).
         StorageError: `out` cannot be written.
     """
-    pictures = out.with_name(f"{out.stem}_pictures")
-    for path in (out, pictures):
+    pictures, left_out = out.with_name(f"{out.stem}_pictures"), out.with_name(f"{out.stem}_left_out.jsonl")
+    for path in (out, pictures, left_out):
         if os.path.lexists(path):
             raise DataError(f"{shown(path)} is there already and is not overwritten; give another name or delete it")
     if not out.parent.is_dir():
@@ -85,12 +90,22 @@ def convert_manifest(
                 for number, sample in enumerate(table):
                     writer.write(sample, number, file)
                     on_progress(number + 1, len(table))
+            refused = table.refused
+            if refused:
+                with (work / "left_out").open("wb") as lines:
+                    lines.writelines(
+                        orjson.dumps({"line": r.line, "id": r.id, "reason": str(r)}) + b"\n" for r in refused
+                    )
+                os.rename(work / "left_out", left_out)
             if writer.pictures:
                 os.rename(work / "pictures", pictures)
             os.rename(work / "rows", out)
+            return Converted(
+                table.describe(), len(table), refused[:_MOST_TOLD], len(refused), left_out, writer.pictures, pictures,
+                sorted(writer.outside),
+            )  # fmt: skip
     except OSError as error:
         raise StorageError(f"{shown(out)} cannot be written ({error.strerror or error})") from error
-    return Converted(table, len(table), writer.pictures, sorted(writer.outside))
 
 
 class _Writer:
