@@ -29,7 +29,8 @@ def training_table(settings: Settings, most_references: int, *, rank: int, index
 def held_out_table(settings: Settings, most_references: int, *, rank: int, index_folder: Path) -> SampleTable | None:
     """sampling.count held-out samples: the first of every category, then the second of every category ...; None if
     there are none. Collective. Raises DataError, StorageError."""
-    name = settings.data.validation or (DEMO if settings.data.manifest == DEMO else None)
+    data = settings.data
+    name = data.validation or (data.manifest if data.validation_split or data.manifest == DEMO else None)
     if name is None or settings.sampling.count == 0:
         return None
     table = _open(settings, name, "validation", most_references, rank, index_folder)
@@ -47,14 +48,19 @@ def spread_over_categories(codes: npt.NDArray[np.int32], count: int) -> npt.NDAr
 
 
 def _open(
-    settings: Settings, name: str, split: str, most_references: int, rank: int, index_folder: Path
+    settings: Settings, name: str, use: str, most_references: int, rank: int, index_folder: Path
 ) -> SampleTable:
-    path = demo_manifest("train" if split == "train" else "validation") if name == DEMO else Path(name).expanduser()
+    """The table of a manifest for "train" or "validation"."""
+    data = settings.data
     return open_manifest(
-        path,
+        demo_manifest("train" if use == "train" else "validation") if name == DEMO else name,
         max_references=most_references,
-        on_error=settings.data.on_error,
+        on_error=data.on_error,
+        split=data.split if use == "train" else data.validation_split,
         index_folder=index_folder,
+        form=data.format if name == data.manifest else "auto",
+        outside=data.outside,
+        columns=data.columns,
         rank=rank,
         from_rank_0=from_rank_0,
     )
