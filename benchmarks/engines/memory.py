@@ -12,6 +12,7 @@ from tests.ranks import run_ranks
 CONFIG = problem.transformer_config(width=256, layers=4)
 CASES = [("ddp", 2), *((kind, ranks) for kind in ("fsdp2", "zero1", "zero2", "zero3") for ranks in (2, 4))]
 CASES.insert(3, ("fsdp2-hybrid", 4))
+CASES += [("ddp+ema", 2), ("fsdp2+ema", 2), ("zero2+ema", 4), ("zero3+ema", 2)]
 BETWEEN, BACKWARD, STEP = "after a backward, not the last", "after the last backward", "after a step"
 
 
@@ -36,7 +37,8 @@ def measure() -> list[Table]:
 
 def take_census(rank: int, world: int, kind: str) -> dict[str, int]:
     """Bytes alive at each moment, position tables aside."""
-    folder, run = problem.model_folder(CONFIG), problem.settings(kind)
+    engine_kind, _, averaged = kind.partition("+")
+    folder, run = problem.model_folder(CONFIG), problem.settings(engine_kind, ema=0.999 if averaged else None)
     task = EditTask(folder, run)
     data = problem.batches(0, rank, 2)
     census = MemoryCensus()
@@ -60,7 +62,15 @@ def take_census(rank: int, world: int, kind: str) -> dict[str, int]:
 
 
 def formulas(kind: str, ranks: int) -> dict[str, tuple[str, float]]:
-    """For each moment, the formula and its value in bytes."""
+    """For each moment, the formula and its value in bytes; `+ema` behind the engine is for a running average."""
+    kind, _, averaged = kind.partition("+")
+    if averaged:
+        w, held = ("", 1) if kind == "ddp" else ("/W", ranks)
+        more = 4 * problem.sizes(CONFIG).whole / held
+        return {
+            moment: (f"{formula} + 4 N{w}", expected + more)
+            for moment, (formula, expected) in formulas(kind, ranks).items()
+        }
     s = problem.sizes(CONFIG)
     n, unused, shards = s.whole, s.without_gradient, 2 if kind == "fsdp2-hybrid" else ranks
     if kind == "ddp":

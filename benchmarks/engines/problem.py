@@ -97,7 +97,13 @@ def deepspeed_config(name: str, *, bucket: int = BUCKET, **zero: Any) -> dict[st
 
 
 def settings(
-    kind: str, *, precision: str = "bf16", checkpointing: str = "none", bucket: int = BUCKET, **zero: Any
+    kind: str,
+    *,
+    precision: str = "bf16",
+    checkpointing: str = "none",
+    bucket: int = BUCKET,
+    ema: float | None = None,
+    **zero: Any,
 ) -> Settings:
     """Settings for "ddp", "fsdp2", "fsdp2-hybrid" (groups of 2 ranks), "zero1", "zero2" or "zero3".
 
@@ -115,6 +121,7 @@ def settings(
             "run": {"max_steps": 1},
             "model": {"activation_checkpointing": checkpointing},
             "precision": precision,
+            "optimizer": {"ema": ema},
             "engine": engine,
         }
     )
