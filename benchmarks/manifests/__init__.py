@@ -1,0 +1,1 @@
+"""Opening manifests of up to ten million rows, beside Hugging Face datasets."""
