@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import threading
+import uuid
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ class Entries:
         self.folder.mkdir(parents=True, exist_ok=True)
         about = self.folder / "about.json"
         if not about.exists():
-            temporary = about.with_name(f".about.{os.getpid()}")
+            temporary = about.with_name(f".about.{uuid.uuid4().hex}")
             temporary.write_text(json.dumps(self.kind.about, indent=1, sort_keys=True) + "\n", encoding="utf-8")
             os.replace(temporary, about)
         return ShardWriter(self.shards, shard_bytes=shard_bytes)
