@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import settings as hypothesis_settings
 
 from qwen_edit_zero.assets import demo_manifest
+
+hypothesis_settings.register_profile("any machine", deadline=None)  # tests assert no timing
+hypothesis_settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

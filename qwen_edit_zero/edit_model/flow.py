@@ -3,8 +3,8 @@
     x = (1 - sigma) z + sigma e,   target velocity = dx/dsigma = e - z
 
 with z the normalised latent, e Gaussian noise and sigma in (0, 1); rectified flow as in Stable Diffusion 3
-(https://arxiv.org/abs/2403.03206). Everything random is a function of (seed, sample id, epoch): no rank, engine, batch
-size or resumption changes it.
+(https://arxiv.org/abs/2403.03206). Everything random is a function of (seed, sample id, epoch, and how often the sample
+came before in the epoch): no rank, engine, batch size or resumption changes it.
 """
 
 from __future__ import annotations
@@ -53,12 +53,19 @@ class FlowMatching:
     def __init__(self, settings: FlowSettings, scheduler_config: Mapping[str, Any], *, seed: int) -> None:
         self.settings, self.scheduler_config, self.seed = settings, scheduler_config, seed
 
-    def draw(self, sample_ids: Sequence[str], epoch: int, latent_shape: tuple[int, ...]) -> FlowDraw:
-        """One draw a sample, on CPU. `latent_shape` is that of one target latent, (16, h, w)."""
+    def draw(
+        self, sample_ids: Sequence[str], epoch: int, latent_shape: tuple[int, ...], draws: Sequence[int] = ()
+    ) -> FlowDraw:
+        """One draw a sample, on CPU.
+
+        Args:
+            latent_shape: that of one target latent, (16, h, w).
+            draws: how often each sample came before in this epoch; empty: never.
+        """
         factor = shift_factor(self.settings.shift, self.scheduler_config, target_tokens=token_count(latent_shape))
         noise, sigmas = [], []
-        for sample_id in sample_ids:
-            generator = sample_generator(self.seed, sample_id, epoch)
+        for sample_id, before in zip(sample_ids, draws or [0] * len(sample_ids), strict=True):
+            generator = sample_generator(self.seed, sample_id, epoch, draw=before)
             sigmas.append(shift(draw_sigma(self.settings, generator), factor))  # first: it must not depend on the size
             noise.append(torch.randn(latent_shape, generator=generator))
         sigma = torch.tensor(sigmas, dtype=torch.float32)
@@ -66,9 +73,10 @@ class FlowMatching:
         return FlowDraw(torch.stack(noise), sigma, weight)
 
 
-def sample_generator(seed: int, sample_id: str, epoch: int, purpose: str = "flow") -> torch.Generator:
-    """CPU generator for one sample in one epoch; a stream of its own for each purpose."""
-    key = f"{purpose}\0{seed}\0{epoch}\0{sample_id}".encode()
+def sample_generator(seed: int, sample_id: str, epoch: int, purpose: str = "flow", *, draw: int = 0) -> torch.Generator:
+    """CPU generator for one sample in one epoch; a stream of its own for each purpose, and for each time it comes."""
+    when = f"{epoch}.{draw}" if draw else f"{epoch}"
+    key = f"{purpose}\0{seed}\0{when}\0{sample_id}".encode()
     return torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from qwen_edit_zero.edit_data.batches.distribution import Distribution
 from qwen_edit_zero.training.metrics import MetricsWriter, StepMetrics
 from qwen_edit_zero.training.progress import Progress
 
@@ -26,6 +27,22 @@ class MetricsHook:
         if metrics.skipped:
             self._progress.say(f"step {metrics.step} skipped: {metrics.skip_reason}")
         self._progress.advance(1, text)
+
+
+class DrawnHook:
+    """Says after each epoch how many samples of each category it drew, where they do not simply come once each."""
+
+    def __init__(self, distribution: Distribution, progress: Progress, writer: MetricsWriter | None) -> None:
+        self._distribution, self._progress, self._writer = distribution, progress, writer
+
+    def after_step(self, metrics: StepMetrics, *, is_last: bool) -> None:
+        """Record the epoch (rank 0) if the step was its last."""
+        if self._writer is None or not self._distribution.ends_epoch(metrics.step, metrics.epoch):
+            return
+        drawn = self._distribution.drawn(metrics.epoch)
+        self._writer.write_drawn(drawn, epoch=metrics.epoch, step=metrics.step)
+        if self._distribution.repeated:
+            self._progress.say(self._distribution.line(metrics.epoch))
 
 
 class PeriodicHook:

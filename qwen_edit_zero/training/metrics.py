@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object an optimizer step in `RUN/metrics.jsonl`, and TensorBoard."""
+"""Metrics of a run: an object a step in `RUN/metrics.jsonl`, an epoch in `RUN/drawn.jsonl`, and TensorBoard."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import math
 import os
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, DRAWN_FILE = "metrics.jsonl", "drawn.jsonl"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class StepMetrics:
         step_seconds: wall-clock time of the step, waiting for data included.
         samples_per_second: of all ranks together.
         data_seconds: time the step waited for data, on rank 0.
+        imbalance: how much more the rank with the most to do computes than if the step's samples were spread evenly
+            over all ranks without padding and fillers, as a fraction; see `edit_data.batches.split`.
         tflops_per_device: model FLOP (3x forward; recomputation not counted) a second and device, in 1e12.
         memory_peak_bytes: peak device memory allocated on rank 0 (on CPU: peak resident set of the process).
         skipped: True if the gradient was not finite and nothing was updated.
@@ -46,6 +49,7 @@ class StepMetrics:
     step_seconds: float
     samples_per_second: float
     data_seconds: float
+    imbalance: float
     tflops_per_device: float
     memory_peak_bytes: int
     skipped: bool = False
@@ -72,7 +76,7 @@ def to_json_line(metrics: StepMetrics) -> str:
 
 
 class MetricsWriter:
-    """Appends to `RUN/metrics.jsonl` and TensorBoard's event file; used on rank 0 only.
+    """Appends to `RUN/metrics.jsonl`, `RUN/drawn.jsonl` and TensorBoard's event file; used on rank 0 only.
 
     On resuming at `first_step` (steps already done) later lines of a run that died after its last checkpoint are
     dropped, so that every step stands in the file once.
@@ -80,7 +84,9 @@ class MetricsWriter:
 
     def __init__(self, run_folder: Path, *, first_step: int, tensorboard: bool) -> None:
         self._path = run_folder / METRICS_FILE
-        _drop_steps_after(self._path, first_step)
+        self._drawn_path = run_folder / DRAWN_FILE
+        for path in (self._path, self._drawn_path):
+            _drop_steps_after(path, first_step)
         self._file = self._path.open("a", encoding="utf-8")
         self._board: Any = None
         if tensorboard:
@@ -96,6 +102,16 @@ class MetricsWriter:
             for key, value in asdict(metrics).items():
                 if key not in ("step", "skipped", "skip_reason"):
                     self._board.add_scalar(f"train/{key}", value, metrics.step)
+
+    def write_drawn(self, drawn: Mapping[str, int], *, epoch: int, step: int) -> None:
+        """Record how many samples of each category an epoch, ended by `step` (1-based), drew."""
+        total = sum(drawn.values())
+        line = json.dumps({"step": step, "epoch": epoch, "samples": total, "drawn": dict(drawn)}, ensure_ascii=False)
+        with self._drawn_path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        if self._board is not None:
+            for category, count in drawn.items():
+                self._board.add_scalar(f"drawn/{category or 'without category'}", count / total, step)
 
     def close(self) -> None:
         """Flush and close the files."""

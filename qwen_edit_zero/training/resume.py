@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class RunIdentity:
         seed: of the run.
         lora: rank, alpha and targets of the adapters; None for full fine-tuning.
         frozen: patterns of the parameters that do not train.
+        order: how samples are drawn: the rule, balance and what weights mean.
     """
 
     model_fingerprint: str
@@ -37,6 +38,7 @@ class RunIdentity:
     seed: int
     lora: dict[str, Any] | None
     frozen: list[str]
+    order: dict[str, Any] = field(default_factory=dict)
 
 
 _SETTING = {
@@ -46,6 +48,7 @@ _SETTING = {
     "seed": "run.seed",
     "lora": "model.lora",
     "frozen": "model.freeze",
+    "order": "data.balance, data.weights, or a version that draws samples in another order",
 }
 
 

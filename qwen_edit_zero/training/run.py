@@ -17,7 +17,6 @@ from qwen_edit_zero.cluster.device_setup import set_numerics
 from qwen_edit_zero.cluster.identity import Identity
 from qwen_edit_zero.edit_data.batches.loader import BatchLoader
 from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
-from qwen_edit_zero.edit_data.manifests.manifest import dataset_fingerprint
 from qwen_edit_zero.edit_model.attention import resolve_attention
 from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
 from qwen_edit_zero.edit_model.freezing import freeze
@@ -34,10 +33,11 @@ from qwen_edit_zero.training import resume as resuming
 from qwen_edit_zero.training import run_folder
 from qwen_edit_zero.training.base_weights import base_fingerprint, frozen_share, starting_weights
 from qwen_edit_zero.training.conditioning import Conditioned, condition
-from qwen_edit_zero.training.hooks import MetricsHook, PeriodicHook
+from qwen_edit_zero.training.hooks import DrawnHook, MetricsHook, PeriodicHook
 from qwen_edit_zero.training.loading import check_whole, load_checkpoint
 from qwen_edit_zero.training.lr import lr_at
 from qwen_edit_zero.training.metrics import MetricsWriter
+from qwen_edit_zero.training.order import SampleOrder, order_identity, sample_order
 from qwen_edit_zero.training.progress import Progress
 from qwen_edit_zero.training.samples import SamplePictures
 from qwen_edit_zero.training.saving import (
@@ -111,20 +111,43 @@ class _Run:
         conditioned = condition(
             settings,
             self.folder,
-            cache_folder=settings.data.cache_dir or self.path / run_folder.CACHE,
+            cache_folder=run_folder.cache_folder(settings),
+            work=self.path / run_folder.WORK,
             left_out=self.path / run_folder.LEFT_OUT,
             device=self.device,
             rank=self.rank,
             world_size=self.world,
         )
-        data = conditioned.training
-        schedule = SampleSchedule(data.buckets, seed=settings.run.seed, global_size=settings.batch.global_size)
-        total_steps = _total_steps(settings, schedule.steps_per_epoch)
+        with conditioned.cache:
+            return self._train(engine, module, conditioned, choice, checkpoint)
+
+    def _train(
+        self,
+        engine: ParallelEngine,
+        module: torch.nn.Module,
+        conditioned: Conditioned,
+        choice: resuming.CheckpointChoice,
+        checkpoint: Path | None,
+    ) -> int:
+        settings, data = self.settings, conditioned.training
+        config = self.folder.transformer_config
+        order = sample_order(
+            settings,
+            bucket_codes=data.prepared.bucket_codes,
+            buckets=data.buckets(),
+            category_codes=data.samples.category_codes,
+            categories=data.samples.categories,
+            weights=data.samples.weights,
+            text_tokens=data.prepared.text_tokens(),
+            width=int(config["num_attention_heads"]) * int(config["attention_head_dim"]),
+        )
+        total_steps = _total_steps(settings, order.schedule)
         identity = resuming.RunIdentity(
             model_fingerprint=base_fingerprint(settings, self.folder, checkpoint),
-            data_fingerprint=dataset_fingerprint(data.samples, data.buckets),
+            data_fingerprint=data.fingerprint,
             global_size=settings.batch.global_size,
             seed=settings.run.seed,
+            order=order_identity(settings),
             lora=lora_reference(settings.model.lora).model_dump(mode="json") if settings.model.lora else None,
             frozen=list(settings.model.freeze),
         )
@@ -154,7 +177,7 @@ class _Run:
         if not is_set_up:
             self._set_up(engine, module)
         frozen = frozen_share(settings, self.folder, module, checkpoint, rank=self.rank, world=self.world)
-        self._fit(engine, conditioned, schedule, identity, first, total_steps, frozen)
+        self._fit(engine, conditioned, order, identity, first, total_steps, frozen)
         self.say(f"finished {total_steps} {'step' if total_steps == 1 else 'steps'}; everything is in {self.path}")
         return 0
 
@@ -202,22 +225,23 @@ class _Run:
         self,
         engine: ParallelEngine,
         conditioned: Conditioned,
-        schedule: SampleSchedule,
+        order: SampleOrder,
         identity: resuming.RunIdentity,
         first: int,
         total_steps: int,
         frozen: FrozenShare | None,
     ) -> None:
-        settings, data = self.settings, conditioned.training
+        settings, data, schedule = self.settings, conditioned.training, order.schedule
         if self.rank == 0:
             run_folder.write_settings(self.path, self.settings_text)
         size = engine.ranks.sequence_size
         shared = "" if size == 1 else f", {size} to a sample"
         self.say(
-            f"{len(data.samples)} samples in {len(set(data.buckets))} buckets, {schedule.steps_per_epoch} steps an "
+            f"{len(data.samples)} samples in {len(data.prepared.buckets)} buckets, {schedule.steps_per_epoch} steps an "
             f"epoch; training steps {first + 1} to {total_steps} under {engine.name} on {self.world} "
             f"{'rank' if self.world == 1 else 'ranks'}{shared} ({self.device.type}, {settings.precision.mode})"
         )
+        order.announce(self.say)
         progress = Progress("step", total_steps, rank=self.rank, initial=first, every=settings.run.log_every)
         writer = (
             MetricsWriter(self.path, first_step=first, tensorboard=settings.run.tensorboard) if self.rank == 0 else None
@@ -234,6 +258,7 @@ class _Run:
         )
         hooks: list[Hook] = [
             MetricsHook(progress, writer),
+            DrawnHook(order.distribution, progress, writer),
             checkpoints,
             PeriodicHook(
                 settings.sampling.every, lambda m: pictures.draw(samples_folder / f"step-{m.step:08d}"), progress.say
@@ -242,13 +267,17 @@ class _Run:
         try:
             with BatchLoader(
                 data.samples,
-                data.keys,
                 conditioned.cache,
+                data.key_of,
                 schedule,
                 rank=engine.dp_rank,
                 world_size=engine.dp_size,
                 micro_size=settings.batch.micro_size,
-                pin_memory=self.device.type == "cuda",
+                weights=order.loss_weights,
+                costs=order.costs,
+                prefetch=settings.data.prefetch,
+                workers=settings.data.workers,
+                device=self.device,
             ) as loader:
                 Trainer(
                     engine,
@@ -270,6 +299,7 @@ class _Run:
                 writer.close()
 
 
-def _total_steps(settings: Settings, steps_per_epoch: int) -> int:
-    limits = [settings.run.max_steps, None if settings.run.epochs is None else settings.run.epochs * steps_per_epoch]
+def _total_steps(settings: Settings, schedule: SampleSchedule) -> int:
+    epochs = settings.run.epochs
+    limits = [settings.run.max_steps, None if epochs is None else schedule.steps_before_epoch(epochs)]
     return min((limit for limit in limits if limit is not None), default=sys.maxsize)

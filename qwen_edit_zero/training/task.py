@@ -23,10 +23,11 @@ class EditTask:
         self._flow = FlowMatching(settings.flow, folder.scheduler_config, seed=settings.run.seed)
         self._config = folder.transformer_config
         self._adapters_only = settings.model.lora is not None
+        self._mask_weight = settings.data.mask_weight
 
     def losses(self, forward: Callable[..., Any], batch: EditBatch) -> torch.Tensor:
-        """(B,) fp32; noise and sigma of a sample depend on the seed, its id and the epoch alone."""
-        draw = self._flow.draw(batch.sample_ids, batch.epoch, tuple(batch.target_latents.shape[1:]))
+        """(B,) fp32; noise and sigma depend on the seed, the sample's id, the epoch and the draw in it alone."""
+        draw = self._flow.draw(batch.sample_ids, batch.epoch, tuple(batch.target_latents.shape[1:]), batch.draws)
         return flow_losses(
             forward,
             target_latents=batch.target_latents,
@@ -34,6 +35,8 @@ class EditTask:
             prompt_embeds=batch.prompt_embeds,
             prompt_mask=batch.prompt_mask,
             draw=draw.to(batch.target_latents.device),
+            mask=batch.mask,
+            mask_weight=self._mask_weight,
         )
 
     def flops(self, batch: EditBatch) -> float:
@@ -42,7 +45,7 @@ class EditTask:
         Frozen layers count as if they trained, but for LoRA, where the base's weight gradients are left out.
         """
         shapes = [tuple(t.shape) for t in (batch.target_latents, *batch.reference_latents)]
-        real = int((batch.weights > 0).sum())  # fillers weigh nothing
+        real = 0 if batch.filler else len(batch)
         one = training_flops(
             self._config,
             image_tokens=token_count(*shapes),

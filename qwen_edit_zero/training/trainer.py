@@ -26,7 +26,7 @@ class Task(Protocol):
         ...
 
     def flops(self, batch: EditBatch) -> float:
-        """Model FLOP of training on this micro-batch's real samples; the batch is still on the host."""
+        """Model FLOP of training on this micro-batch's real samples; must not wait for the device."""
         ...
 
 
@@ -109,10 +109,9 @@ class Trainer:
         incoming = iter(batches)
         for i in range(len(batches)):
             waiting = time.perf_counter()
-            on_host = next(incoming)
+            batch = next(incoming).to(self.engine.device, non_blocking=True)  # the loader has had it moved already
             data_seconds += time.perf_counter() - waiting
-            flops += self.task.flops(on_host)  # here, where looking at the weights makes nobody wait for the device
-            batch = on_host.to(self.engine.device, non_blocking=True)
+            flops += self.task.flops(batch)
             with self.engine.micro_step(is_last=i == len(batches) - 1):
                 losses = self.task.losses(self.engine.forward, batch)
                 loss = (losses * batch.weights).sum()
@@ -136,6 +135,7 @@ class Trainer:
             step_seconds=seconds,
             samples_per_second=samples / seconds,
             data_seconds=data_seconds,
+            imbalance=batches.imbalance,
             tflops_per_device=total_flops / self.engine.ranks.world_size / seconds / 1e12,
             memory_peak_bytes=memory_peak_bytes(self.engine.device),
             skipped=not result.applied,

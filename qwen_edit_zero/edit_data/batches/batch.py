@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from qwen_edit_zero.edit_data.cache.store import CachedSample
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+class Entry(Protocol):
+    """What the encoders made of a sample, on the CPU. It may have a `mask` too, (h, w) or None.
+
+    Attributes:
+        target_latent: (16, h, w), normalised.
+        reference_latents: (16, h_i, w_i) each, in the sample's order.
+        prompt_embeds: (L, D), without padding.
+    """
+
+    @property
+    def target_latent(self) -> torch.Tensor: ...
+    @property
+    def reference_latents(self) -> tuple[torch.Tensor, ...]: ...
+    @property
+    def prompt_embeds(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -25,8 +37,11 @@ class EditBatch:
         prompt_embeds: (B, L, D), padded with zeros on the right to the longest prompt.
         prompt_mask: (B, L) bool, True at real positions; None where nothing is padded, which fast attention needs.
         weights: (B,) fp32; factor of each sample's loss, 0 in a filler.
-        sample_ids: B ids; with seed and epoch they determine noise and sigma.
+        sample_ids: B ids; with seed, epoch and draw they determine noise and sigma.
         epoch: epoch the samples belong to, from 0.
+        draws: how often each sample came before in the epoch; empty: never.
+        mask: (B, h, w) fp32 in [0, 1], 1 where the edit is; None if no sample has a mask. All 0 for a sample without.
+        filler: whether the batch is there only because other ranks have one: it counts for nothing.
     """
 
     target_latents: torch.Tensor
@@ -36,9 +51,17 @@ class EditBatch:
     weights: torch.Tensor
     sample_ids: tuple[str, ...]
     epoch: int
+    draws: tuple[int, ...] = ()
+    mask: torch.Tensor | None = None
+    filler: bool = False
 
     def __len__(self) -> int:
         return len(self.sample_ids)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that travel to a device."""
+        yield from (self.target_latents, *self.reference_latents, self.prompt_embeds, self.weights)
+        yield from (tensor for tensor in (self.prompt_mask, self.mask) if tensor is not None)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> EditBatch:
         """The batch on another device; `non_blocking` overlaps the copy if the batch is pinned."""
@@ -56,11 +79,18 @@ class EditBatch:
             prompt_embeds=move(self.prompt_embeds),
             prompt_mask=None if self.prompt_mask is None else move(self.prompt_mask),
             weights=move(self.weights),
+            mask=None if self.mask is None else move(self.mask),
         )
 
 
 def collate(
-    entries: Sequence[CachedSample], *, weights: Sequence[float], sample_ids: Sequence[str], epoch: int
+    entries: Sequence[Entry],
+    *,
+    weights: Sequence[float],
+    sample_ids: Sequence[str],
+    epoch: int,
+    draws: Sequence[int] = (),
+    filler: bool = False,
 ) -> EditBatch:
     """Stack entries of one bucket. An entry's prompt is padded by zeros only, so padding never mixes into values."""
     assert entries
@@ -77,4 +107,16 @@ def collate(
         weights=torch.tensor(list(weights), dtype=torch.float32),
         sample_ids=tuple(sample_ids),
         epoch=epoch,
+        draws=tuple(draws),
+        mask=_masks(entries),
+        filler=filler,
     )
+
+
+def _masks(entries: Sequence[Entry]) -> torch.Tensor | None:
+    masks: list[torch.Tensor | None] = [getattr(entry, "mask", None) for entry in entries]
+    if all(mask is None for mask in masks):
+        return None
+    shape = entries[0].target_latent.shape[-2:]
+    assert all(mask is None or mask.shape == shape for mask in masks), "masks lie on the grid of the target's latent"
+    return torch.stack([torch.zeros(shape) if mask is None else mask.float() for mask in masks])

@@ -41,6 +41,11 @@ class Bucket(NamedTuple):
         """(height, width) of the references' latents, in order."""
         return tuple((height // VAE_SCALE, width // VAE_SCALE) for height, width in self.references)
 
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of target and references together; one is 16 x 16 pixels."""
+        return sum(height * width for height, width in (self.target, *self.references)) // (2 * VAE_SCALE) ** 2
+
 
 class Bucketed(NamedTuple):
     """Samples that have a bucket, their buckets at the same index, and those refused for a picture's header."""

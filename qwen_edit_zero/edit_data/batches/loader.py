@@ -1,24 +1,55 @@
-"""Micro-batches of one rank, step after step, read from the cache by threads before they are asked for."""
+"""Micro-batches of one rank, step after step, read and moved to the device by threads before they are asked for."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count, islice
+from itertools import count, islice, tee
 from types import TracebackType
+from typing import Generic, Protocol, TypeVar
 
-from qwen_edit_zero.edit_data.batches.batch import EditBatch, collate
-from qwen_edit_zero.edit_data.batches.schedule import MicroBatch, SampleSchedule, StepPlan, micro_batches
-from qwen_edit_zero.edit_data.cache.store import ConditioningCache
-from qwen_edit_zero.edit_data.manifests.manifest import Sample
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from qwen_edit_zero.edit_data.batches.batch import EditBatch, Entry, collate
+from qwen_edit_zero.edit_data.batches.cost import SampleCosts
+from qwen_edit_zero.edit_data.batches.device_copies import DeviceCopies
+from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule, StepPlan
+from qwen_edit_zero.edit_data.batches.split import MicroBatch, StepShare, share_of_step
+
+Key = TypeVar("Key")
+_Key = TypeVar("_Key", contravariant=True)
+
+
+class Entries(Protocol[_Key]):
+    """Where what the encoders made of samples lies."""
+
+    def get(self, key: _Key, /) -> Entry:
+        """Read an entry; called by several threads at once. Raises DataError if it is gone or damaged."""
+        ...
+
+
+class Identified(Protocol):
+    """A sample, as far as the loader cares."""
+
+    @property
+    def id(self) -> str:
+        """Noise and sigma are drawn from it."""
+        ...
 
 
 class StepBatches:
-    """The micro-batches of one step on one rank, to be gone through once; their number is the same on every rank."""
+    """The micro-batches of one step on one rank, to be gone through once; their number is the same on every rank.
 
-    def __init__(self, size: int, take: Callable[[], EditBatch]) -> None:
+    Attributes:
+        imbalance: of the step over the ranks, see `StepShare`.
+    """
+
+    def __init__(self, size: int, take: Callable[[], EditBatch], *, imbalance: float = 0.0) -> None:
+        self.imbalance = imbalance
         self._size = size
         self._left = size
         self._take = take
@@ -32,19 +63,25 @@ class StepBatches:
             yield self._take()
 
 
-class BatchLoader:
-    """Reads ahead along the schedule. A context manager: leaving it ends the threads.
+class BatchLoader(Generic[Key]):
+    """Reads ahead along the schedule, over the ends of steps and epochs. A context manager: leaving it ends threads.
 
-        with BatchLoader(samples, keys, cache, schedule, rank=rank, world_size=n, micro_size=1) as loader:
+        with BatchLoader(samples, entries, key_of, schedule, rank=rank, world_size=n, micro_size=1) as loader:
             for plan, batches in loader.steps(first, last):
                 for batch in batches: ...
 
+    Threads suffice: copying from a memory-mapped file, checksums and padding all release Python's lock.
+
     Args:
         samples: the samples that the schedule's indices mean.
-        keys: cache key of each of them.
+        entries: where their latents and embeddings lie.
+        key_of: key of what is read for a sample (its index) in an epoch, at a draw: which of its texts, which variant.
+            Called by several threads at once.
+        weights: (n,) factor of each sample's loss; None: 1, as where weights are repetition.
+        costs: what samples cost, to divide steps evenly; None: all alike.
         prefetch: micro-batches read ahead; memory holds so many and the one in use.
-        threads: that read and checksum entries.
-        pin_memory: batches come in page-locked memory, for copies that overlap with computing. Needs CUDA.
+        workers: threads that read, checksum and collate.
+        device: where batches come; on a GPU through page-locked memory, copied beside computing. None: where they are.
 
     Attributes:
         wait_seconds: time callers have waited for batches since the loader was made.
@@ -52,33 +89,38 @@ class BatchLoader:
 
     def __init__(
         self,
-        samples: Sequence[Sample],
-        keys: Sequence[str],
-        cache: ConditioningCache,
+        samples: Sequence[Identified],
+        entries: Entries[Key],
+        key_of: Callable[[int, int, int], Key],
         schedule: SampleSchedule,
         *,
         rank: int,
         world_size: int,
         micro_size: int,
+        weights: npt.NDArray[np.floating] | None = None,
+        costs: SampleCosts | None = None,
         prefetch: int = 4,
-        threads: int = 2,
-        pin_memory: bool = False,
+        workers: int = 2,
+        device: torch.device | None = None,
     ) -> None:
-        assert len(samples) == len(keys) == schedule.sample_count
+        assert len(samples) == schedule.sample_count
+        assert weights is None or len(weights) == len(samples)
         assert prefetch > 0
         self.wait_seconds = 0.0
         self._samples = samples
-        self._keys = keys
-        self._cache = cache
+        self._entries = entries
+        self._key_of = key_of
         self._schedule = schedule
         self._rank = rank
         self._world_size = world_size
         self._micro_size = micro_size
+        self._weights = weights
+        self._costs = costs
         self._prefetch = prefetch
-        self._pin = pin_memory
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="batches")
+        self._copies = None if device is None or device.type != "cuda" else DeviceCopies(device)
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="batches")
 
-    def __enter__(self) -> BatchLoader:
+    def __enter__(self) -> BatchLoader[Key]:
         return self
 
     def __exit__(
@@ -98,38 +140,43 @@ class BatchLoader:
         Raises:
             DataError: a cache entry is gone or damaged; raised where its batch would have come.
         """
-
-        def plans() -> Iterable[StepPlan]:
-            return map(self._schedule.step, count(first) if last is None else range(first, last))
-
-        upcoming = ((plan, micro) for plan in plans() for micro in self._share(plan))
+        plans = map(self._schedule.step, count(first) if last is None else range(first, last))
+        current, upcoming = tee((plan, self._share(plan)) for plan in plans)
+        to_read = ((plan, micro) for plan, share in upcoming for micro in share.micro_batches)
         ahead: deque[Future[EditBatch]] = deque()
 
         def submit(most: int) -> None:
-            ahead.extend(self._pool.submit(self._load, plan, micro) for plan, micro in islice(upcoming, most))
+            ahead.extend(self._pool.submit(self._load, plan, micro) for plan, micro in islice(to_read, most))
 
         def take() -> EditBatch:
             started = time.perf_counter()
             batch = ahead.popleft().result()
             submit(1)
+            if self._copies is not None:
+                self._copies.await_arrival(batch)
             self.wait_seconds += time.perf_counter() - started
             return batch
 
         submit(self._prefetch)
-        for plan in plans():
-            batches = StepBatches(len(self._share(plan)), take)
+        for plan, share in current:
+            batches = StepBatches(len(share.micro_batches), take, imbalance=share.imbalance)
             yield plan, batches
             assert not list(batches), f"step {plan.step} was left before all of its micro-batches were used"
 
-    def _share(self, plan: StepPlan) -> list[MicroBatch]:
-        return micro_batches(plan, rank=self._rank, world_size=self._world_size, micro_size=self._micro_size)
+    def _share(self, plan: StepPlan) -> StepShare:
+        return share_of_step(
+            plan, rank=self._rank, world_size=self._world_size, micro_size=self._micro_size, costs=self._costs
+        )
 
     def _load(self, plan: StepPlan, micro: MicroBatch) -> EditBatch:
-        samples = [self._samples[i] for i in micro.indices]
+        keys = [self._key_of(i, plan.epoch, draw) for i, draw in zip(micro.indices, micro.draws, strict=True)]
+        weights = [1.0 if self._weights is None else float(self._weights[i]) for i in micro.indices]
         batch = collate(
-            [self._cache.get(self._keys[i]) for i in micro.indices],
-            weights=[0.0 if micro.filler else sample.weight for sample in samples],
-            sample_ids=[sample.id for sample in samples],
+            [self._entries.get(key) for key in keys],
+            weights=[0.0] * len(keys) if micro.filler else weights,
+            sample_ids=[self._samples[i].id for i in micro.indices],
             epoch=plan.epoch,
+            draws=micro.draws,
+            filler=micro.filler,
         )
-        return batch.pin_memory() if self._pin else batch
+        return batch if self._copies is None else self._copies.start(batch)
