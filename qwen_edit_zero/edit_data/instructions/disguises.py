@@ -10,13 +10,25 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-_LETTERS = {"a": "a4@", "b": "b8", "e": "e3", "g": "g9", "i": "i1!|", "l": "l1!|", "o": "o0", "s": "s5$", "t": "t7+"}
+_LETTERS = {
+    "a": "a4@",
+    "b": "b8",
+    "e": "e3",
+    "g": "g9",
+    "i": "i1!|",
+    "l": "l1!|",
+    "o": "o0",
+    "s": "s5$",
+    "t": "t7+",
+    "v": "uv",
+}
 _INSIDE = r"[._*~'`^=/\\#·•-]{0,3}"  # between the letters of a word
 _APART = r"[^a-z0-9\u3400-\u9fff]{1,3}"  # between letters that all are set apart, blanks too
 _BETWEEN_WORDS = r"[\W_]{0,5}"
 _BETWEEN_SYLLABLES = r"(?:[^\w。!?;\n]|_){0,3}"
-# For the quick test, letters that one digit may stand for are one letter, and a letter is never repeated.
-_DIGITS = str.maketrans("01345789l", "oieastbgi")
+# For the quick test, letters that one digit may stand for are one letter, as are u and v (nv for nü);
+# and no letter is repeated.
+_DIGITS = str.maketrans("01345789lv", "oieastbgiu")
 _SIGNS = str.maketrans("@$!|+", "asiit")
 _NOT_LETTERS = re.compile("[^a-z]+")
 _REPEATED = re.compile(r"(.)\1+")
@@ -87,7 +99,7 @@ def word_with_han(text: str, pinyin: str | None) -> Word:
     source = _BETWEEN_SYLLABLES.join(steps)
     if len(joined) >= 5:  # shorter ones are English words too often
         source += "|" + _latin_pattern([joined])
-    return Word(source, _skeleton(joined), characters, tuple(s.replace("v", "") for s in syllables))
+    return Word(source, _skeleton(joined), characters, tuple(syllable.partition("v")[0] for syllable in syllables))
 
 
 def _latin_pattern(parts: list[str]) -> str:

@@ -140,7 +140,7 @@ def _numbers(text: str) -> list[str]:
 
 def _begins_sentence(before: list[str]) -> bool:
     lead = "".join(before).rstrip(" ")
-    return not lead or lead[-1] in ".!?。！？\n"
+    return not lead or lead[-1] in ".!?。！？\n/|(（"
 
 
 def _cased(text: str, *, first: bool) -> str:

@@ -25,12 +25,13 @@ _WRITING = re.compile(
     (?:change|turn|make|remove|add|replace|keep|and|then)\b))""",
     re.VERBOSE | re.IGNORECASE,
 )  # fmt: skip
+_IN_NAMES = "A-Za-z0-9_Ａ-Ｚａ-ｚ０-９"
 _PLAIN = re.compile(
     rf"""(?P<own>{MASK})
     |(?:https?://|www\.)[^\s，。；！？]+
     |[A-Za-z0-9_.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+
     |(?<!\w)[@#][\w-]+
-    |(?<![A-Za-z0-9_.])[A-Za-z0-9_-]+\.(?:jpe?g|png|webp|gif|bmp|tiff?|psd|svg|pdf|mp4|html?|com|org|net|cn|io)(?![A-Za-z0-9])""",
+    |(?<![{_IN_NAMES}.])[{_IN_NAMES}-]+\.(?:jpe?g|png|webp|gif|bmp|tiff?|psd|svg|pdf|mp4|html?|com|org|net|cn|io)(?![A-Za-z0-9])""",
     re.VERBOSE | re.IGNORECASE,
 )
 

@@ -23,6 +23,8 @@ from qwen_edit_zero.settings.yaml_source import parse_with_places
 _MOST_BYTES, _MOST_VALUES = 8 << 20, 500_000
 _KEYS = ("extends", "disable", "define", "rules")
 _NAME = re.compile(r"[\w.-]+")
+_DEFINED = re.compile(r"<<([\w-]+)>>")
+_MOST_EXPANSIONS = 100
 LANGUAGES = ("zh", "en")
 
 
@@ -85,14 +87,16 @@ class Entry:
     def regex(self, key: str, text: str) -> re.Pattern[str]:
         """Compile a pattern, `<<name>>` standing for what the file defines; letter case does not count."""
 
-        def defined(found: re.Match[str]) -> str:
+        source, depth = text, 0
+        while found := _DEFINED.search(source):
             if found[1] not in self.defined:
                 near = nearest(found[1], self.defined)
                 hint = f"did you mean <<{near}>>?" if near else "add it to the file's define"
                 self.fail(key, f"<<{found[1]}>> is not defined; {hint}")
-            return self.defined[found[1]]
-
-        source = re.sub(r"<<([\w-]+)>>", defined, text)
+            depth += 1
+            if depth > _MOST_EXPANSIONS:
+                self.fail(key, f"<<{found[1]}>> is defined by itself, or by too many others")
+            source = source[: found.start()] + self.defined[found[1]] + source[found.end() :]
         try:
             return re.compile(source, re.IGNORECASE)
         except re.error as error:

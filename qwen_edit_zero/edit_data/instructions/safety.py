@@ -59,7 +59,7 @@ class Rule:
         """Matches that no exception covers."""
         for word in self.words:
             if word.may_be_in(views.traces):
-                yield from self._matches(word.pattern, (views.folded, views.compact))
+                yield from self._matches(word.pattern, (views.compact,) if word.han else (views.folded, views.compact))
         for pattern in self.patterns:
             yield from self._matches(pattern, views.all)
 
