@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -38,7 +41,8 @@ def test_shares_of_ranks_are_the_step_and_need_the_same_number_of_forwards(
     total = len(lengths)
     shares = [s.micro_batches for s in split(lengths if known else None, total, world_size, micro_size)]
     assert len({len(share) for share in shares}) == 1
-    assert len(shares[0]) == -(-(-(-total // world_size)) // micro_size), "no more forwards than sizes ask for"
+    largest_share = math.ceil(total / world_size)
+    assert len(shares[0]) == math.ceil(largest_share / micro_size), "no more forwards than sizes ask for"
     assert all(1 <= len(m.indices) <= micro_size for share in shares for m in share)
     real = [[m for m in share if not m.filler] for share in shares]
     assert sorted(i for share in real for m in share for i in m.indices) == list(range(total))
@@ -60,7 +64,7 @@ def test_rounds_are_of_neighbours_in_length_and_fillers_are_the_shortest(
                 assert [lengths[i] for i in m.indices] == [min(lengths)]
     batches = [[lengths[i] for i in m.indices] for share in shares for m in share if not m.filler]
     ranges = sorted((min(batch), max(batch)) for batch in batches)
-    assert all(longest <= shortest for (_, longest), (shortest, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(longest <= shortest for (_, longest), (shortest, _) in itertools.pairwise(ranges))
 
 
 @settings(max_examples=300)
