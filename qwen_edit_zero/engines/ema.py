@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from qwen_edit_zero.engines.shards import Shard, check_kind
+from qwen_edit_zero.engines.step_counts import COMMON
 from qwen_edit_zero.flat_state import EMA, TensorSource
 from qwen_edit_zero.settings.models import OptimizerSettings
 
@@ -79,7 +80,8 @@ class WeightAverage:
         for shard in shards:
             if shard.name in self._values:
                 self._values[shard.name].copy_(source.read(shard.name, shard.start, shard.values.numel(), EMA))
-        self._updates = int(scalars.get(UPDATES, 0))
+        # Another writer may not count updates; from 0 on, warm-up would drop nearly all of its average.
+        self._updates = int(scalars.get(UPDATES, scalars[COMMON]))
         return ()
 
     @contextmanager

@@ -47,6 +47,8 @@ def begin_and_end(rank: int, world: int, kind: str) -> bytes:
     report["starts from the weights"] = all(found.tensors["ema"][n].equal(w) for n, w in state.tensors["param"].items())
     report["ends"] = plain.load_state(found, averaging.scalars())
     report["has none"] = "ema" not in harness.whole_state(plain).tensors and plain.scalars() == scalars
+    averaging.load_state(found, {"optimizer_steps": 5})
+    report["updates"] = averaging.scalars()["ema_updates"]
     del found.tensors["ema"]["unused"]
     with pytest.raises(CheckpointError, match="no ema of 'unused'"):
         averaging.load_state(found, scalars)
@@ -64,3 +66,4 @@ def test_an_average_that_begins_or_ends_is_told(kind: str) -> None:
         assert report["scalars"] == {"optimizer_steps": 1, "ema_updates": 0}
         assert report["starts from the weights"]
         assert report["has none"]
+        assert report["updates"] == 5
