@@ -16,7 +16,8 @@ import pytest
 
 from qwen_edit_zero.checkpoints.shared_reading import opened_together
 from qwen_edit_zero.checkpoints.writer import save_checkpoint
-from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule, micro_batches
+from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
+from qwen_edit_zero.edit_data.batches.split import share_of_step
 from qwen_edit_zero.edit_model.flow import sample_generator
 from qwen_edit_zero.errors import CheckpointError
 from qwen_edit_zero.settings.models import ScheduleSettings
@@ -63,7 +64,8 @@ class Run:
                 first = reader.step
         for step in range(first, steps):
             plan, self.begun = schedule.step(step), []
-            by_rank = [micro_batches(plan, rank=r, world_size=ranks, micro_size=micro) for r in range(ranks)]
+            shares = [share_of_step(plan, rank=r, world_size=ranks, micro_size=micro) for r in range(ranks)]
+            by_rank = [share.micro_batches for share in shares]
             for batches in zip(*by_rank, strict=True):
                 if micros == stop_after_micro:
                     return
