@@ -101,7 +101,7 @@ def build_index(
                 )
             made = work / "index"
             made.mkdir()
-            assemble(parts, made, Header(location, reader.title, reader.unit))
+            assemble(parts, made, Header(location, reader.title, reader.unit, notes=reader.given_notes))
             try:
                 os.rename(made, final)
             except OSError as error:

@@ -156,7 +156,7 @@ def assemble(parts: Sequence[Path], out: Path, header: Header) -> None:
     for key, values, most in (("category", header.categories, MOST_CATEGORIES), ("split", header.splits, MOST_SPLITS)):
         if len(values) > most:
             raise too_many(key, most, header.location)
-    header.notes = list(dict.fromkeys(note for summary in summaries for note in summary.notes))
+    header.notes = list(dict.fromkeys([*header.notes, *(note for summary in summaries for note in summary.notes)]))
     header.places = [(n, first + at) for s, at in zip(summaries, first_lines, strict=True) for n, first in s.places]
     reasons = Counter[str]()
     for summary in summaries:

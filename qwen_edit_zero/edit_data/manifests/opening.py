@@ -15,6 +15,7 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
+from qwen_edit_zero import errors
 from qwen_edit_zero.edit_data.manifests.build import build_index, local_file
 from qwen_edit_zero.edit_data.manifests.formats.base import Folder, LocalFolder
 from qwen_edit_zero.edit_data.manifests.formats.columns import Columns
@@ -26,7 +27,7 @@ from qwen_edit_zero.edit_data.manifests.table import SampleTable
 from qwen_edit_zero.edit_data.storage.files import Place
 from qwen_edit_zero.edit_data.storage.local import LocalPlace
 from qwen_edit_zero.edit_data.wording import nearest, shown
-from qwen_edit_zero.errors import DataError, QwenEditError, StorageError
+from qwen_edit_zero.errors import DataError, QwenEditError
 
 _VISIBLE_SECONDS = 60.0  # within which a shared file system shows what another node has written
 _SILENT_SECONDS = 5.0  # after which a bar appears
@@ -83,7 +84,7 @@ def open_manifest(
             made = (type(error).__name__, str(error))
     kind, text = from_rank_0(made)
     if kind:
-        raise (StorageError if kind == "StorageError" else DataError)(text)
+        raise getattr(errors, kind)(text)
     _wait_for(Path(text), rank)
     table = SampleTable(Index(Path(text)), _place(folder, outside), name=shown(name))
     if temporary is not None:
@@ -103,6 +104,7 @@ def _make(
     workers: int | None,
 ) -> Path:
     """The folder of the index, which is made if it is not there or damaged."""
+    stamp = folder.stamp(inside) if inside and folder.is_file(inside) else ""
     reader = open_reader(folder, inside, form=form, told=columns)
     with _Bar(f"looking at {location}") as bar:
         content = reader.content_key(bar.show)
@@ -129,7 +131,7 @@ def _make(
             file=local_file(folder, inside),
             workers=workers,
         )
-    if reader.content_key(lambda done, total: None) != content:
+    if stamp and folder.stamp(inside) != stamp:
         shutil.rmtree(built, ignore_errors=True)
         raise DataError(f"manifest {shown(location)}: it changed while it was read; start again when it is complete")
     return built

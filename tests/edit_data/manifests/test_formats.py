@@ -486,3 +486,19 @@ def test_lines_with_told_keys(tmp_path: Path) -> None:
     assert 'unknown key "in"' in message(path)
     table = open_manifest(path, columns={"source": "in", "target": "out", "instruction": "say"})
     assert plain(table) == [(["a.png"], "x", "b.png")]
+
+
+def test_columns_that_a_format_does_not_need_are_told(tmp_path: Path) -> None:
+    path = lines(tmp_path / "x.jsonl", [{"source": "a.png", "target": "b.png", "instruction": "x"}])
+    assert "data.columns is not used" in open_manifest(path, columns={"target": "b"}).describe()
+
+
+def test_several_files_of_lines_are_one_set(tmp_path: Path) -> None:
+    for part in range(3):
+        rows = [{"source": f"{part}{i}.png", "target": "t.png", "instruction": "x"} for i in range(2)]
+        lines(tmp_path / f"part-{part}.jsonl", [*rows, {"source": "bad"}])
+    table = open_manifest(tmp_path / "part-*.jsonl", on_error="skip")
+    assert [s.source_names[0] for s in table] == ["00.png", "01.png", "10.png", "11.png", "20.png", "21.png"]
+    assert "JSONL in 3 files, 6 rows, 3 refused" in table.describe()
+    assert str(table.refused[1]) == 'line 3 of "part-1.jsonl": "instruction" is missing'
+    assert "no file has such a name" in message(tmp_path / "none-*.jsonl")

@@ -47,6 +47,9 @@ class Folder(Protocol):
     def stamp(self, name: str) -> str:
         """Text that changes whenever the content of a file may have. Raises DataError if it cannot be read."""
 
+    def content_key(self, name: str, on_progress: Progress) -> str:
+        """Text that changes whenever the content of a file does; of a local one only then, wherever it lies."""
+
     def is_file(self, name: str) -> bool:
         """Whether there is such a file."""
 
@@ -91,6 +94,9 @@ class LocalFolder:
             raise self._unreadable(name, error) from error
         return f"{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}-{status.st_ino}"
 
+    def content_key(self, name: str, on_progress: Progress) -> str:
+        return bytes_key(self, name, on_progress)
+
     def is_file(self, name: str) -> bool:
         return (self._path / name).is_file()
 
@@ -117,7 +123,9 @@ class Reader(ABC):
         unit: what its rows are numbered by.
         called: the user's name for each key of ours, for messages.
         lines: the number of the last row read, used or not.
-        notes: what should be told, complete when all has been read.
+        given_notes: what should be told and is known from the beginning.
+        notes: what should be told besides, complete when all has been read.
+        uses_columns: whether the reader goes by `data.columns`.
         places: name and first number of each file, where the rows of several files are counted through.
         done, total: bytes read, and of all.
     """
@@ -125,9 +133,11 @@ class Reader(ABC):
     title: str
     unit = "line"
     called: Mapping[str, str] = OWN_NAMES
+    uses_columns = False
 
     def __init__(self) -> None:
         self.lines = 0
+        self.given_notes: list[str] = []
         self.notes: list[str] = []
         self.places: list[tuple[str, int]] = []
         self.done = 0
@@ -142,7 +152,7 @@ class Reader(ABC):
         """Text that changes whenever the rows may have."""
 
 
-def file_key(folder: Folder, name: str, on_progress: Progress = lambda done, total: None) -> str:
+def bytes_key(folder: Folder, name: str, on_progress: Progress) -> str:
     """Size and XXH3-128 of a file's bytes."""
     total, done = folder.size(name), 0
     digest = xxhash.xxh3_128()

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from qwen_edit_zero.edit_data.manifests.formats.base import Content, Folder, Progress, Reader, file_key, name_of
+from qwen_edit_zero.edit_data.manifests.formats.base import Content, Folder, Progress, Reader, name_of
 from qwen_edit_zero.edit_data.manifests.formats.mapped import musubi_lines
 from qwen_edit_zero.edit_data.manifests.formats.pairs import PairedFolders, PairedPictures
 from qwen_edit_zero.edit_data.wording import nearest, shown
@@ -36,7 +36,7 @@ class SeveralReaders(Reader):
         self.unit = readers[0].unit if len({reader.unit for reader in readers}) == 1 else "row"
         self.called = readers[0].called
         self.total = sum(reader.total for reader in readers)
-        self._given_notes = list(notes)
+        self.given_notes = [*notes, *(note for reader in readers for note in reader.given_notes)]
 
     def records(self) -> Iterator[tuple[int, Content]]:
         before = 0
@@ -48,10 +48,10 @@ class SeveralReaders(Reader):
                 yield before + number, content
             before += reader.lines
             self.lines = before
-        self.notes = [*self._given_notes, *(note for reader in self._readers for note in reader.notes)]
+        self.notes = [note for reader in self._readers for note in reader.notes]
 
     def content_key(self, on_progress: Progress) -> str:
-        keys = [file_key(self._folder, self._name)] if self._name else []
+        keys = [self._folder.content_key(self._name, on_progress)] if self._name else []
         return "+".join([*keys, *(reader.content_key(on_progress) for reader in self._readers)])
 
 

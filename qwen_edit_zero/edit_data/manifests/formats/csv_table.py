@@ -6,7 +6,7 @@ import csv
 from collections.abc import Iterator
 from typing import Any
 
-from qwen_edit_zero.edit_data.manifests.formats.base import Content, Folder, Progress, Reader, file_key, name_of
+from qwen_edit_zero.edit_data.manifests.formats.base import Content, Folder, Progress, Reader, name_of
 from qwen_edit_zero.edit_data.manifests.formats.columns import ColumnMap, unused_note
 from qwen_edit_zero.edit_data.manifests.formats.lines import BOM, MAX_ROW_BYTES
 from qwen_edit_zero.edit_data.manifests.names import RowError
@@ -24,7 +24,7 @@ class CsvTable(Reader):
         self.total = folder.size(name)
 
     def content_key(self, on_progress: Progress) -> str:
-        return file_key(self._folder, self._name, on_progress)
+        return self._folder.content_key(self._name, on_progress)
 
     def records(self) -> Iterator[tuple[int, Content]]:
         lines = _decoded(self._folder, self._name, self)

@@ -11,7 +11,6 @@ from qwen_edit_zero.edit_data.manifests.formats.base import (
     Folder,
     Progress,
     Reader,
-    file_key,
     name_of,
     read_block,
 )
@@ -39,7 +38,7 @@ class OwnLines(Reader):
         yield from lines_of(self._folder, self._name, self, start=self._start, end=self._end)
 
     def content_key(self, on_progress: Progress) -> str:
-        return file_key(self._folder, self._name, on_progress)
+        return self._folder.content_key(self._name, on_progress)
 
 
 class MappedLines(Reader):
@@ -74,7 +73,7 @@ class MappedLines(Reader):
         self.notes = unused_note(unused)
 
     def content_key(self, on_progress: Progress) -> str:
-        return file_key(self._folder, self._name, on_progress)
+        return self._folder.content_key(self._name, on_progress)
 
     def _objects(self) -> Iterator[tuple[int, bytes | RowError]]:
         return lines_of(self._folder, self._name, self)

@@ -62,7 +62,9 @@ def told_lines(folder: Folder, name: str, title: str, told: Columns | None, firs
     def convert(cells: dict[str, Any]) -> tuple[Mapping[str, Any], set[str]]:
         return found.values(cells), found.used()
 
-    return MappedLines(folder, name, title, convert, found.called)
+    reader = MappedLines(folder, name, title, convert, found.called)
+    reader.uses_columns = True
+    return reader
 
 
 def _by_row(columns: Callable[[Sequence[str]], ColumnMap]) -> tuple[Convert, Mapping[str, str]]:

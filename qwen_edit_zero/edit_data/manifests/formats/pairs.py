@@ -53,13 +53,12 @@ class PairedPictures(Reader):
 
     unit = "picture"
 
-    def __init__(self, folder: Folder, title: str, sets: Sequence[PairedFolders], notes: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Folder, title: str, sets: Sequence[PairedFolders]) -> None:
         super().__init__()
         self.title = title
-        self._folder, self._sets, self._given_notes = folder, sets, list(notes)
+        self._folder, self._sets = folder, sets
 
     def records(self) -> Iterator[tuple[int, Content]]:
-        self.notes = list(self._given_notes)
         listed = [(one, _listing(self._folder, one)) for one in self._sets]
         self.total = sum(len(targets) for _, (targets, *_) in listed)
         for one, (targets, captions, controls, masks) in listed:

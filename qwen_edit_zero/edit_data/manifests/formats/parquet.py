@@ -24,6 +24,7 @@ class ParquetTables(Reader):
     """
 
     unit = "row"
+    uses_columns = True
 
     def __init__(self, folder: Folder, names: Sequence[str], told: Columns | None, title: str = "Parquet") -> None:
         super().__init__()

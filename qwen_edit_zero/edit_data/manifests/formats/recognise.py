@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen_edit_zero.edit_data.manifests.formats.base import Folder, Reader, name_of
-from qwen_edit_zero.edit_data.manifests.formats.columns import Columns, find_map, numbered
+from qwen_edit_zero.edit_data.manifests.formats.columns import ColumnMap, Columns, find_map, numbered
 from qwen_edit_zero.edit_data.manifests.formats.configs import (
+    SeveralReaders,
     ai_toolkit_config,
     ai_toolkit_sets,
     loaded_config,
@@ -53,10 +54,14 @@ def open_reader(folder: Folder, name: str, *, form: str = "auto", told: Columns 
         DataError: it cannot be read, or is nothing that is known.
     """
     if any(mark in name for mark in "*?{") and not folder.is_file(name):
-        return _of_files(folder, name, _matching(folder, name), form, told)
-    if name == "" or folder.is_folder(name):
-        return _of_folder(folder, name, form, told)
-    return _of_file(folder, name, form, told)
+        reader = _of_files(folder, name, _matching(folder, name), form, told)
+    elif name == "" or folder.is_folder(name):
+        reader = _of_folder(folder, name, form, told)
+    else:
+        reader = _of_file(folder, name, form, told)
+    if told and not reader.uses_columns:
+        reader.given_notes.append("data.columns is not used, since the names of this format are fixed")
+    return reader
 
 
 def _of_file(folder: Folder, name: str, form: str, told: Columns | None) -> Reader:
@@ -139,10 +144,16 @@ def _of_csv(folder: Folder, name: str, form: str, told: Columns | None) -> Reade
     if form == "imagefolder" or (form == "auto" and _has_file_names(names)):
         renamed, back = _without_suffixes(names)
         found = find_map(renamed, told=told, table=f"imagefolder {name}")
-        return CsvTable(folder, name, "imagefolder metadata.csv", _renamed(found, back))
+        return _told_csv(folder, name, "imagefolder metadata.csv", _renamed(found, back))
     if form == "diffsynth" or (not told and "image" in names and ("edit_image" in names or "prompt" in names)):
         return diffsynth_csv(folder, name)
-    return CsvTable(folder, name, "CSV", find_map(names, told=told, table=f"CSV {name}"))
+    return _told_csv(folder, name, "CSV", find_map(names, told=told, table=f"CSV {name}"))
+
+
+def _told_csv(folder: Folder, name: str, title: str, columns: ColumnMap) -> Reader:
+    reader = CsvTable(folder, name, title, columns)
+    reader.uses_columns = True
+    return reader
 
 
 def _of_folder(folder: Folder, name: str, form: str, told: Columns | None) -> Reader:
@@ -178,10 +189,18 @@ def _of_files(folder: Folder, pattern: str, names: Sequence[str], form: str, tol
     if not names:
         raise DataError(f"manifest {shown(name_of(folder, pattern))}: no file has such a name")
     with folder.open(names[0]) as file:
-        is_parquet = file.read(4) == b"PAR1"
-    if form == "parquet" or (form == "auto" and is_parquet):
+        begin = file.read(512)
+    if form == "parquet" or (form == "auto" and begin[:4] == b"PAR1"):
         return ParquetTables(folder, names, told)
-    return WebDatasetShards(folder, names, told)
+    if form == "webdataset" or (form == "auto" and begin[257:262] == b"ustar"):
+        return WebDatasetShards(folder, names, told)
+    readers = [_of_file(folder, name, form, told) for name in names]
+    title = f"{readers[0].title} in {len(readers)} files"
+    for name, reader in zip(names, readers, strict=True):
+        reader.title = name
+    several = SeveralReaders(folder, "", title, readers, [])
+    several.uses_columns = all(reader.uses_columns for reader in readers)
+    return several
 
 
 def _matching(folder: Folder, pattern: str) -> list[str]:

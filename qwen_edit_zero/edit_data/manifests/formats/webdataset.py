@@ -33,6 +33,7 @@ class WebDatasetShards(Reader):
 
     title = "WebDataset"
     unit = "sample"
+    uses_columns = True
 
     def __init__(self, folder: Folder, names: Sequence[str], told: Columns | None) -> None:
         super().__init__()
