@@ -24,6 +24,7 @@ from qwen_edit_zero.edit_data.wording import shown
 
 _KEYS = ("name", "scope", "languages", "pattern", "replacement", "builtin", "examples")
 _MOST_ROUNDS = 8
+LONGEST = 4000  # characters; a longer text is no instruction that a model takes, and is left alone
 _LONGEST_CLAUSE = 300  # characters; a longer one is no plain order, and patterns may take long over it
 _HAN = re.compile(r"[\u3400-\u9fff\U00020000-\U0002a6df]")
 _LATIN = re.compile(r"[A-Za-z]")
@@ -77,6 +78,8 @@ class Normaliser:
 
     def normalise(self, text: str) -> Normalised:
         """The canonical form of `text`; `text` itself if no rule understands it, or if rules undo each other."""
+        if len(text) > LONGEST:
+            return Normalised(text)
         changes: list[Change] = []
         withheld: dict[str, None] = {}
         current = text

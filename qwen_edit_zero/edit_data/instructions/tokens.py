@@ -40,10 +40,11 @@ def _opened(found: re.Match[str]) -> str:
 def _replace(
     rule: str, pattern: re.Pattern[str], replacement: Callable[[re.Match[str]], str], text: str, changes: list[Change]
 ) -> str:
-    position = 0
-    while found := pattern.search(text, position):
+    pieces, position, shift = [], 0, 0
+    for found in pattern.finditer(text):
         after = replacement(found)
-        changes.append(Change(rule, found.start(), found[0], after))
-        text = text[: found.start()] + after + text[found.end() :]
-        position = found.start() + len(after)
-    return text
+        changes.append(Change(rule, found.start() + shift, found[0], after))
+        pieces += [text[position : found.start()], after]
+        position = found.end()
+        shift += len(after) - len(found[0])
+    return "".join([*pieces, text[position:]])
