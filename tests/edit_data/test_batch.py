@@ -41,17 +41,17 @@ def test_a_batch_of_different_buckets_is_never_made() -> None:
 
 
 def test_samples_without_a_mask_get_an_empty_one_only_beside_samples_that_have_one() -> None:
-    plain, mask = made_entry(0), torch.rand(4, 6)
-    masked = MadeEntry(plain.target_latent, plain.reference_latents, plain.prompt_embeds, mask.half())
+    plain, mask = made_entry(0), torch.randint(0, 256, (4, 6), dtype=torch.uint8)
+    masked = MadeEntry(plain.target_latent, plain.reference_latents, plain.prompt_embeds, mask)
     together = collate([plain, masked], weights=[1, 1], sample_ids=["a", "b"], epoch=0)
     assert together.mask is not None
-    assert torch.equal(together.mask, torch.stack([torch.zeros(4, 6), mask.half().float()]))
+    assert torch.equal(together.mask, torch.stack([torch.zeros(4, 6), mask / 255]))
     assert collate([plain, plain], weights=[1, 1], sample_ids=["a", "b"], epoch=0).mask is None
 
 
 def test_moving_a_batch_moves_every_tensor_and_nothing_else() -> None:
     plain = made_entry(0)
-    masked = MadeEntry(plain.target_latent, plain.reference_latents, plain.prompt_embeds[:2], torch.rand(4, 6))
+    masked = MadeEntry(plain.target_latent, plain.reference_latents, plain.prompt_embeds[:2], torch.ones(4, 6).byte())
     batch = collate([plain, masked], weights=[1, 1], sample_ids=["a0", "a1"], epoch=0, filler=True)
     moved = batch.to("meta")
     assert all(t.device.type == "meta" for t in moved.tensors())

@@ -11,12 +11,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 class Entry(Protocol):
-    """What the encoders made of a sample, on the CPU. It may have a `mask` too, (h, w) or None.
+    """What the encoders made of a sample, on the CPU.
 
     Attributes:
         target_latent: (16, h, w), normalised.
         reference_latents: (16, h_i, w_i) each, in the sample's order.
         prompt_embeds: (L, D), without padding.
+        mask: (h, w) uint8, 255 where the edit is; None if the sample has none.
     """
 
     @property
@@ -25,6 +26,8 @@ class Entry(Protocol):
     def reference_latents(self) -> tuple[torch.Tensor, ...]: ...
     @property
     def prompt_embeds(self) -> torch.Tensor: ...
+    @property
+    def mask(self) -> torch.Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,9 @@ def collate(
 
 
 def _masks(entries: Sequence[Entry]) -> torch.Tensor | None:
-    masks: list[torch.Tensor | None] = [getattr(entry, "mask", None) for entry in entries]
+    masks = [entry.mask for entry in entries]
     if all(mask is None for mask in masks):
         return None
     shape = entries[0].target_latent.shape[-2:]
     assert all(mask is None or mask.shape == shape for mask in masks), "masks lie on the grid of the target's latent"
-    return torch.stack([torch.zeros(shape) if mask is None else mask.float() for mask in masks])
+    return torch.stack([torch.zeros(shape) if mask is None else mask.float() / 255 for mask in masks])
