@@ -125,6 +125,52 @@ class PreparedSet:
         return int(self.prompt_ends[index - 1]) if index else 0
 
 
+@dataclass(frozen=True)
+class Needed:
+    """What a set needs, whether it is there or not.
+
+    Attributes:
+        latents, masks, prompts: (m, 16) keys; some may be zeros, some there several times.
+        prepared: (n, 1 + references, 2) of each row, (width, height), 0 for none.
+        refused: rows that need nothing, because they cannot be used.
+        unread: rows of which a picture would have to be read to know what they need.
+    """
+
+    latents: Column
+    masks: Column
+    prompts: Column
+    prepared: Column
+    refused: Refused
+    unread: int
+
+
+def needed_by(
+    spec: SetSpec, cache: ConditioningCache, *, references: int, on_error: OnError, new_bar: NewBar, read: bool = True
+) -> Needed:
+    """What a set needs; for a single process. Pictures that are not known are read, unless `read` is off.
+
+    Raises DataError as `prepare_sets`, but for pictures that would not decode.
+    """
+    assert cache.ranks.size == 1
+    job = _Job(spec, cache, references)
+    bar = new_bar("looking at the pictures", len(job.share))
+    try:
+        with Surveyor(cache.facts, references=references, read=read) as surveyor:
+            job.survey(surveyor, None, bar.advance)
+    finally:
+        bar.close()
+    refused = job.log.close()
+    job.settle(refused, on_error)
+    return Needed(
+        job.latents.mapped().reshape(-1, 16),
+        job.masks.mapped().reshape(-1, 16),
+        job.prompts.mapped(),
+        job.prepared.mapped(),
+        refused,
+        job.unread,
+    )
+
+
 def prepare_sets(
     sets: Sequence[SetSpec],
     cache: ConditioningCache,
@@ -182,7 +228,7 @@ class _Job:
     """One set on its way."""
 
     def __init__(self, spec: SetSpec, cache: ConditioningCache, references: int) -> None:
-        self.spec, self.first = spec, 0
+        self.spec, self.first, self.unread = spec, 0, 0
         self._columns, self._variants = cache.columns, spec.making.variants
         self.share = cache.ranks.share(len(spec.table))
         self.log = RefusalLog(cache.columns, f"{spec.name}-refused")
@@ -207,7 +253,7 @@ class _Job:
             "sides": part("sides", np.int32, pictures, 2),
         }
 
-    def survey(self, surveyor: Surveyor, missing: Missing, advance: Advance) -> None:
+    def survey(self, surveyor: Surveyor, missing: Missing | None, advance: Advance) -> None:
         for chunk in surveyor.chunks(self.spec.table, self.share, advance):
             needs = needs_of(chunk, self.spec.making)
             if self.spec.observe is not None:
@@ -223,7 +269,9 @@ class _Job:
                 (self.texts, needs.texts), (self.prepared, needs.prepared),
             ):  # fmt: skip
                 part.append(values)
-            missing.add(needs, self.first + chunk.first)
+            self.unread += int(chunk.unread.sum())
+            if missing is not None:
+                missing.add(needs, self.first + chunk.first)
 
     def settle(self, refused: Refused, on_error: OnError) -> None:
         """Raise if these rows end the run."""

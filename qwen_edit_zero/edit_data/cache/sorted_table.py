@@ -29,32 +29,20 @@ def key_of(digest: bytes) -> tuple[int, int]:
     return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
 
 
-class SortedTable:
-    """Opens a table; `records` are at the positions that `find` gives."""
+class SortedKeys:
+    """Sorted 128-bit keys: their upper halves, which are searched, and their lower halves."""
 
-    def __init__(self, folder: Path | None, dtype: np.dtype[np.void]) -> None:
-        if folder is None:
-            self.high: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
-            self._rest: Records = np.zeros(0, _rest_type(dtype))
-        else:
-            self.high = np.asarray(np.load(folder / "high.npy", mmap_mode="r"))  # a plain view: subclasses are slow
-            self._rest = np.asarray(np.load(folder / "rest.npy", mmap_mode="r"))
-            if self._rest.dtype != _rest_type(dtype) or len(self._rest) != len(self.high):
-                raise ValueError(f"{folder} is a table of another make")
+    def __init__(self, high: npt.NDArray[np.uint64], low: npt.NDArray[np.uint64]) -> None:
+        self.high, self.low = high, low
+
+    @classmethod
+    def of(cls, keys: Keys) -> SortedKeys:
+        """Of (n, 2) keys in any order."""
+        unique = np.unique(keys, axis=0)
+        return cls(np.ascontiguousarray(unique[:, 0]), unique[:, 1])
 
     def __len__(self) -> int:
         return len(self.high)
-
-    @property
-    def records(self) -> Records:
-        """All records, in the order of keys."""
-        found: Records = self._rest["record"]
-        return found
-
-    @property
-    def keys(self) -> Keys:
-        """(n, 2), a copy."""
-        return np.stack([self.high, self._rest["low"]], axis=1)
 
     def find(self, keys: Keys) -> npt.NDArray[np.int64]:
         """Positions of these keys, -1 where there is none."""
@@ -64,14 +52,14 @@ class SortedTable:
         order = np.argsort(keys[:, 0], kind="stable")  # sorted questions walk through the file once
         at = np.empty(len(keys), np.int64)
         at[order] = np.searchsorted(self.high, keys[order, 0])
-        open_ = np.arange(len(keys))
-        while len(open_):
-            open_ = open_[at[open_] < len(self.high)]
-            open_ = open_[self.high[at[open_]] == keys[open_, 0]]
-            hit = self._rest["low"][at[open_]] == keys[open_, 1]
-            positions[open_[hit]] = at[open_[hit]]
-            open_ = open_[~hit]  # another key with the same upper half: look at the next position
-            at[open_] += 1
+        left = np.arange(len(keys))
+        while len(left):
+            left = left[at[left] < len(self.high)]
+            left = left[self.high[at[left]] == keys[left, 0]]
+            hit = self.low[at[left]] == keys[left, 1]
+            positions[left[hit]] = at[left[hit]]
+            left = left[~hit]  # another key with the same upper half: look at the next position
+            at[left] += 1
         return positions
 
     def find_one(self, digest: bytes) -> int:
@@ -79,10 +67,38 @@ class SortedTable:
         high, low = key_of(digest)
         at = int(np.searchsorted(self.high, np.uint64(high)))
         while at < len(self.high) and int(self.high[at]) == high:
-            if int(self._rest[at]["low"]) == low:
+            if int(self.low[at]) == low:
                 return at
             at += 1
         return -1
+
+
+class SortedTable(SortedKeys):
+    """Opens a table; None: an empty one.
+
+    Attributes:
+        records: at the positions that `find` gives.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is of another make.
+    """
+
+    def __init__(self, folder: Path | None, dtype: np.dtype[np.void]) -> None:
+        high: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
+        rest: Records = np.zeros(0, _rest_type(dtype))
+        if folder is not None:  # plain views of what is mapped: the subclass is slow
+            high = np.asarray(np.load(folder / "high.npy", mmap_mode="r"))
+            rest = np.asarray(np.load(folder / "rest.npy", mmap_mode="r"))
+            if rest.dtype != _rest_type(dtype) or len(rest) != len(high):
+                raise ValueError(f"{folder} is a table of another make")
+        super().__init__(high, rest["low"])
+        self.records: Records = rest["record"]
+
+    @property
+    def keys(self) -> Keys:
+        """(n, 2), a copy."""
+        return np.stack([self.high, self.low], axis=1)
 
 
 def write_table(folder: Path, keys: Keys, records: Records, files: Mapping[str, str] = {}) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from collections.abc import Callable, Sequence
@@ -114,7 +115,7 @@ def fill(
             return everyone
 
         kinds = entry_kind("latent", vae), entry_kind("prompt", text_encoder)
-        cache = ConditioningCache(folder, *kinds, Ranks(number, ranks, exchange), work=folder / "work")
+        cache = ConditioningCache(folder, *kinds, Ranks(number, ranks, exchange), work=folder / f"work-{os.getpid()}")
         try:
             spec = SetSpec("train", table, making or Making(AREAS))
             (found,) = prepare_sets([spec], cache, encoders[number], references=3, on_error=on_error, new_bar=NoBar)
