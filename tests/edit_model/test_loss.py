@@ -9,7 +9,7 @@ import torch
 
 from qwen_edit_zero.edit_model.flow import FlowDraw, velocity
 from qwen_edit_zero.edit_model.inputs import pack, transformer_inputs, unpack
-from qwen_edit_zero.edit_model.loss import flow_losses
+from qwen_edit_zero.edit_model.loss import flow_losses, token_weights
 from tests.edit_model.small import random_transformer
 
 LENGTHS = (9, 23, 17)
@@ -121,3 +121,27 @@ def test_the_last_blocks_text_output_gets_no_gradient() -> None:
     unused = {name for name, p in module.named_parameters() if p.grad is None}
     assert unused == {f"transformer_blocks.1.{part}.{kind}" for kind in ("weight", "bias")
                       for part in ("attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")}  # fmt: skip
+
+
+def test_a_mask_moves_the_loss_to_its_tokens_by_the_formula() -> None:
+    """Token weights 1 + (w - 1) m with m the mean over 2x2 cells, scaled to mean 1 over each sample."""
+    mask = torch.zeros(3, 4, 6)
+    mask[1, :2, :2] = 1.0  # one token of six
+    mask[1, 2, 2] = 1.0  # a quarter of another
+    mask[2] = 1.0
+    raw = torch.ones(3, 6)
+    raw[1, 0], raw[1, 4], raw[2] = 5.0, 2.0, 5.0
+    assert torch.allclose(token_weights(mask, 5.0), raw / raw.mean(dim=1, keepdim=True))
+    samples = batch()
+    target = pack(velocity(samples["target_latents"], samples["draw"].noise))
+    error = torch.randn(target.shape, generator=torch.Generator().manual_seed(1))
+
+    def forward(**inputs: Any) -> tuple[torch.Tensor]:
+        rest = inputs["hidden_states"][:, target.shape[1] :]
+        return (torch.cat([target + error, rest], dim=1),)
+
+    mask = torch.rand(3, 6, 8, generator=torch.Generator().manual_seed(2))
+    weights = token_weights(mask, 3.0)
+    found = flow_losses(forward, **samples, mask=mask, mask_weight=3.0)
+    assert torch.allclose(found, (error.square().mean(2) * weights).mean(1) * samples["draw"].weight, rtol=1e-4)
+    assert torch.allclose(flow_losses(forward, **samples, mask=mask), flow_losses(forward, **samples))

@@ -108,6 +108,11 @@ class SampleSchedule:
         """Number of samples of the data set."""
         return len(self._cells.order)
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether all epochs have the same number of draws and steps."""
+        return self._constant
+
     @cached_property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of the first epoch; of every epoch, where each sample comes once."""
