@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from qwen_edit_zero.cluster.collectives import gather_objects
+from qwen_edit_zero.cluster.collectives import from_rank_0, gather_objects
 from qwen_edit_zero.edit_data.batches.buckets import Bucket
 from qwen_edit_zero.edit_data.cache.entries import EntryKind
-from qwen_edit_zero.edit_data.cache.needs import Making
 from qwen_edit_zero.edit_data.cache.prepared import PreparedSet, SetSpec, prepare_sets
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
 from qwen_edit_zero.edit_data.cache.refusals import as_line
@@ -22,12 +21,13 @@ from qwen_edit_zero.edit_data.instructions.prepare import Instructions, Tally
 from qwen_edit_zero.edit_data.manifests.samples import Sample
 from qwen_edit_zero.edit_data.manifests.table import SampleTable
 from qwen_edit_zero.edit_data.pictures.draws import variant_for
-from qwen_edit_zero.edit_data.pictures.prepare import Areas
 from qwen_edit_zero.edit_model.encoders import ConditioningEncoder, about_latents, about_prompts
-from qwen_edit_zero.edit_model.folder import ModelFolder, Variant
+from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.settings.models import Settings
-from qwen_edit_zero.training.datasets import HeldOutTexts, TrainingTexts, held_out_table, training_table
+from qwen_edit_zero.training.datasets import held_out_table, training_table
+from qwen_edit_zero.training.making import making_held_out, making_of
 from qwen_edit_zero.training.progress import LateProgress
+from qwen_edit_zero.training.texts import TrainingTexts
 
 MANIFESTS = "manifests"  # folder of the cache with the indexes of manifests
 _SHOWN = 10  # refused rows of a set that are told
@@ -98,34 +98,6 @@ def entry_kinds(settings: Settings, folder: ModelFolder, dtype: torch.dtype) -> 
     return entry_kind("latent", about_latents(folder, dtype=dtype)), entry_kind("prompt", prompts)
 
 
-def areas_of(settings: Settings, folder: ModelFolder) -> Areas:
-    """Sizes of what the encoders see: the text encoder of the first variant sees what the VAE sees."""
-    data = settings.data
-    return Areas(data.vae_area, data.vae_area if folder.variant is Variant.EDIT else data.condition_area)
-
-
-def making_of(settings: Settings, folder: ModelFolder, texts: TrainingTexts) -> Making:
-    """Which pictures and texts of a training sample are encoded."""
-    data = settings.data
-    return Making(
-        areas=areas_of(settings, folder),
-        align=data.align,
-        augment=data.augment,
-        variants=data.variants,
-        seed=settings.run.seed,
-        texts=texts,
-        judge=texts.judge if data.safety == "block" and data.safety_classifier else None,
-    )
-
-
-def making_held_out(settings: Settings, folder: ModelFolder, instructions: Instructions) -> Making:
-    """Of a held-out sample: its instruction, and for guidance the negative prompt with the same references."""
-    negative = settings.sampling.negative_prompt if settings.sampling.guidance > 1 else None
-    return Making(
-        areas=areas_of(settings, folder), align=settings.data.align, texts=HeldOutTexts(instructions, negative)
-    )
-
-
 def condition(
     settings: Settings,
     folder: ModelFolder,
@@ -149,12 +121,14 @@ def condition(
     texts = TrainingTexts(instructions)
     most = settings.data.max_references if folder.variant.takes_several_references else 1
     indexes = cache_folder / MANIFESTS
-    tables = [training_table(settings, most, rank=rank, index_folder=indexes)]
-    specs = [SetSpec("train", tables[0], making_of(settings, folder, texts), observe=texts.count)]
-    held_out = held_out_table(settings, most, rank=rank, index_folder=indexes)
+    tables = [training_table(settings, most, rank=rank, index_folder=indexes, from_rank_0=from_rank_0)]
+    specs = [SetSpec("train", tables[0], making_of(settings, folder.variant, texts), observe=texts.count)]
+    held_out = held_out_table(settings, most, rank=rank, index_folder=indexes, from_rank_0=from_rank_0)
     if held_out is not None:
         tables.append(held_out)
-        specs.append(SetSpec("held-out", held_out, making_held_out(settings, folder, instructions), required=False))
+        specs.append(
+            SetSpec("held-out", held_out, making_held_out(settings, folder.variant, instructions), required=False)
+        )
     if rank == 0:
         print(tables[0].describe())
     dtype = encoder_dtype(settings, device)

@@ -1,0 +1,65 @@
+"""The texts that a sample is trained or pictured with, as `needs.Making` wants them. Imports no torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from qwen_edit_zero.edit_data.instructions.prepare import Candidates, Instructions, Tally
+from qwen_edit_zero.edit_data.manifests.samples import Sample
+from qwen_edit_zero.errors import DataError
+
+
+class TrainingTexts:
+    """The texts that a training sample may be trained on, as `needs.Making` wants them.
+
+    Attributes:
+        tally: counts over the samples that were given to `count`.
+    """
+
+    def __init__(self, instructions: Instructions) -> None:
+        self.tally = Tally()
+        self._instructions = instructions
+        self._candidates = lru_cache(maxsize=1 << 14)(self._made)  # asked for several times while a row is looked at
+
+    def __call__(self, sample: Sample) -> tuple[str, ...]:
+        """All texts of a sample, in order. Raises DataError if the row is refused."""
+        made = self._candidates(sample.instruction, sample.paraphrases)
+        if made.refusal:
+            raise DataError(made.refusal)
+        return made.texts
+
+    def count(self, sample: Sample) -> None:
+        """Count what was done to a sample's instruction."""
+        self.tally.add(self._candidates(sample.instruction, sample.paraphrases).prepared[0])
+
+    def judge(self, sample: Sample) -> None:
+        """Ask the classifier, if there is one. Raises DataError if the row is refused, RunError if it fails."""
+        prepared = self._instructions.prepare(sample.instruction)
+        refusal = self._instructions.classify(prepared, (*sample.sources, sample.target)).refusal
+        if refusal:
+            raise DataError(refusal)
+
+    def _made(self, instruction: str, paraphrases: tuple[str, ...]) -> Candidates:
+        return self._instructions.candidates(_Texts(instruction, paraphrases))
+
+
+class _Texts:
+    """What of a sample decides its texts."""
+
+    def __init__(self, instruction: str, paraphrases: tuple[str, ...]) -> None:
+        self.instruction, self.paraphrases = instruction, paraphrases
+
+
+class HeldOutTexts:
+    """A held-out sample's instruction, and for guidance what leads away from it."""
+
+    def __init__(self, instructions: Instructions, negative: str | None) -> None:
+        self._instructions = instructions
+        self._negative = () if negative is None else (negative,)
+
+    def __call__(self, sample: Sample) -> tuple[str, ...]:
+        """The texts. Raises DataError if the row is refused."""
+        prepared = self._instructions.prepare(sample.instruction)
+        if prepared.refusal:
+            raise DataError(prepared.refusal)
+        return (prepared.text, *self._negative)
