@@ -21,6 +21,15 @@ def code_points(name: str) -> str:
     return json.dumps(name, ensure_ascii=True)
 
 
+def byte_count(count: float) -> str:
+    """`1.5 GB`: a number of bytes in the decimal unit that fits."""
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if count < 1000 or unit == "TB":
+            break
+        count /= 1000
+    return f"{count:,.0f} {unit}" if unit == "bytes" or count >= 100 else f"{count:.3g} {unit}"
+
+
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice most like `name`, first disregarding letter case and Unicode composition; None if none is near."""
     names = list(choices)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 
@@ -13,9 +15,12 @@ from PIL import Image
 
 from qwen_edit_zero.edit_model.components import load_pipeline, load_text_encoder, load_vae, release_memory
 from qwen_edit_zero.edit_model.folder import ModelFolder, Variant
-from qwen_edit_zero.edit_model.sizes import size_at_area
+from qwen_edit_zero.edit_model.sizes import VAE_FACTOR, size_at_area
 from qwen_edit_zero.errors import DataError
 
+LATENT_CHANNELS = 16
+_VISION_PIXELS = 28 * 28  # of a token of the vision-language model
+_TOKENS_AROUND = 6  # "Picture 1: " and the marks of a picture; the marks of a turn
 _CODE_VERSION = 1  # to be raised whenever this file's results change
 
 
@@ -121,6 +126,16 @@ class ConditioningEncoder:
                 "Shorten it"
             )
 
+    def latent_bytes(self, width: int, height: int) -> int:
+        """Size of a picture's latent, sides in pixels as the VAE sees it."""
+        return LATENT_CHANNELS * (width // VAE_FACTOR) * (height // VAE_FACTOR) * self.dtype.itemsize
+
+    def prompt_bytes(self, references: Sequence[tuple[int, int]], instruction: str) -> int:
+        """About the size of an embedding; references by (width, height) in pixels as the text encoder sees them."""
+        pictures = sum(width * height // _VISION_PIXELS + _TOKENS_AROUND for width, height in references)
+        text = len(instruction.encode("utf-8", "replace")) // 4 + _TOKENS_AROUND
+        return (pictures + text) * self._text_width * self.dtype.itemsize
+
     def release(self) -> None:
         """Release the models, not the tokenizer. Idempotent; what needs them later loads them again."""
         if self._pipeline is not None:
@@ -131,6 +146,11 @@ class ConditioningEncoder:
         """Release everything. Idempotent; a later `encode` loads it again."""
         self._pipeline = None
         release_memory()
+
+    @cached_property
+    def _text_width(self) -> int:
+        config = json.loads((self.folder.path / "text_encoder" / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("text_config", config)["hidden_size"])
 
     @property
     def _several(self) -> bool:

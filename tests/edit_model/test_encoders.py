@@ -141,6 +141,13 @@ def test_each_model_is_loaded_only_if_it_is_needed(
     assert loaded == ["load_text_encoder"]
 
 
+def test_sizes_are_known_beforehand(encoder: ConditioningEncoder) -> None:
+    assert encoder.latent_bytes(64, 96) == encoder.latent(picture(64, 96)).nbytes
+    for references, text in (([(64, 64)], "make it red"), ([(64, 64), (96, 64)], "把图1的裙子放到图2的场景里")):
+        made = encoder.prompt([picture(*size) for size in references], text)
+        assert encoder.prompt_bytes(references, text) == pytest.approx(made.nbytes, rel=0.35)
+
+
 def test_models_are_released_and_come_back(encoder: ConditioningEncoder) -> None:
     before = encoder.encode([picture(64, 64)], "x").prompt_embeds
     encoder.close()

@@ -26,6 +26,7 @@ from qwen_edit_zero.edit_data.pictures.decode import load_mask
 from qwen_edit_zero.edit_data.pictures.draws import Draw
 from qwen_edit_zero.errors import DataError
 
+_SAMPLED = 200  # entries of a kind by which the size of all is estimated
 _AHEAD = 8  # pictures decoded while the encoders work on one
 _THREADS = 4
 _TITLES: dict[Kind, str] = {
@@ -47,6 +48,12 @@ class Encoders(Protocol):
 
     def check_instruction(self, instruction: str) -> None:
         """Raises DataError for one that `prompt` would refuse; loads no model."""
+
+    def latent_bytes(self, width: int, height: int) -> int:
+        """Size of the latent of a prepared picture."""
+
+    def prompt_bytes(self, references: Sequence[tuple[int, int]], instruction: str) -> int:
+        """About the size of the embedding of an instruction and references of these prepared sizes."""
 
     def release(self) -> None:
         """Free what was loaded."""
@@ -134,6 +141,23 @@ class Filler:
                 bar.close()
                 self._encoders.release()
         return made
+
+    def bytes_of(self, share: dict[Kind, TodoList]) -> int:
+        """About what these entries will take; from some of them, spread over all."""
+        total = 0.0
+        for kind, todo in share.items():
+            some = todo[np.linspace(0, len(todo) - 1, min(len(todo), _SAMPLED)).astype(np.int64)] if len(todo) else todo
+            sizes = [self._bytes_of(kind, item) for item in self._items(some[i : i + 1] for i in range(len(some)))]
+            total += len(todo) * float(np.mean(sizes)) if sizes else 0.0
+        return round(total)
+
+    def _bytes_of(self, kind: Kind, item: _Item) -> int:
+        part = int(item.todo[0]["part"])
+        made = item.making.plan(item.sizes, len(item.sample.source_names), _draw(item))
+        if kind == "prompt":
+            return self._encoders.prompt_bytes([p.size for p in made.shown], item.making.texts(item.sample)[part])
+        width, height = (made.target, *made.references)[part].size
+        return width * height // 64 if kind == "mask" else self._encoders.latent_bytes(width, height)
 
     def failures(self) -> dict[bytes, str]:
         """Why entries could not be made, of all ranks, by key. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ from qwen_edit_zero.edit_data.cache.survey import Advance, Surveyor
 from qwen_edit_zero.edit_data.cache.todo import Missing
 from qwen_edit_zero.edit_data.manifests.samples import OnError, Refusal, Sample
 from qwen_edit_zero.edit_data.manifests.table import SampleTable
-from qwen_edit_zero.errors import DataError
+from qwen_edit_zero.edit_data.wording import byte_count, shown
+from qwen_edit_zero.errors import DataError, StorageError
 
 _CHUNK = 1 << 18  # rows whose columns are looked at together
 
@@ -217,11 +219,24 @@ def prepare_sets(
         if cache.ranks.total(sum(len(todo) for todo in share.values())):
             rows = [job.rows() for job in jobs]
             filler = Filler(cache, encoders, rows, on_error=on_error, new_bar=new_bar)
+            _check_room(cache, filler.bytes_of(share))
             made = cache.ranks.total(filler.make(share))
             failures = filler.failures()
             for entries in cache.kinds:
                 entries.refresh(cache.ranks)
         return [job.finish(cache, refused, failures, on_error, made) for job, refused in zip(jobs, found, strict=True)]
+
+
+def _check_room(cache: ConditioningCache, mine: int) -> None:
+    """Raise StorageError if the disk will certainly be full before all is made. Collective."""
+    needed = cache.ranks.total(mine)
+    cache.folder.mkdir(parents=True, exist_ok=True)
+    free = cache.ranks.from_first(shutil.disk_usage(cache.folder).free)
+    if needed > free:
+        raise StorageError(
+            f"cache folder {shown(cache.folder)}: about {byte_count(needed)} of latents and embeddings are "
+            f"missing, and {byte_count(free)} are free. Make room, or name another folder (data.cache_dir)"
+        )
 
 
 class _Job:

@@ -27,7 +27,7 @@ from qwen_edit_zero.edit_data.cache.facts import Facts
 from qwen_edit_zero.edit_data.cache.locks import CacheLock
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
 from qwen_edit_zero.edit_data.pictures.decode import RULES_VERSION
-from qwen_edit_zero.edit_data.wording import shown
+from qwen_edit_zero.edit_data.wording import byte_count, shown
 from qwen_edit_zero.errors import StorageError
 
 _FORMAT = 1  # part of every fingerprint, so that entries of another format are not found
@@ -153,7 +153,7 @@ class told:
             if error.filename:
                 said += f": {error.filename}"
             with contextlib.suppress(OSError):
-                said += f"; {shutil.disk_usage(self._folder).free / 1e9:.1f} GB are free"
+                said += f"; {byte_count(shutil.disk_usage(self._folder).free)} are free"
             raise StorageError(
                 f"cache folder {shown(self._folder)}: {self._doing} failed ({said}). Make room, or name another folder "
                 "(data.cache_dir)"

@@ -50,6 +50,12 @@ class Encoders:
         if self._refuse(instruction):
             raise DataError(f"the instruction {instruction!r} is too long")
 
+    def latent_bytes(self, width: int, height: int) -> int:
+        return 16 * width * height // 64 * 4
+
+    def prompt_bytes(self, references: Sequence[tuple[int, int]], instruction: str) -> int:
+        return (1 + len(instruction)) * 16
+
     def release(self) -> None:
         pass
 

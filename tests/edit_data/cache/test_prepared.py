@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -268,10 +269,26 @@ def test_a_full_disk_is_said_and_what_was_written_stays(
         return real(fd, data, offset)
 
     monkeypatch.setattr(shard.os, "pwrite", full)
-    with pytest.raises(StorageError, match=r"writing an entry failed \(No space left.*GB are free.*data\.cache_dir"):
+    with pytest.raises(StorageError, match=r"writing an entry failed \(No space left.* are free.*data\.cache_dir"):
         fill(manifest, tmp_path / "c")
     monkeypatch.undo()
     assert len(fill(manifest, tmp_path / "c").prompts) == 11 - 6
+
+
+def test_a_disk_that_will_be_full_is_said_before_anything_is_encoded(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Encoders] = []
+
+    def noted() -> Encoders:
+        made.append(Encoders())
+        return made[-1]
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    with pytest.raises(StorageError, match=r"about [0-9.]+ kB of latents and embeddings are missing, and 10 kB are free.*data\.cache_dir"):
+        fill(manifest, tmp_path / "c", ranks=2, new_encoders=noted)
+    assert [e.latents for e in made] == [0, 0]
 
 
 def test_a_picture_that_changes_while_the_run_begins_is_refused(manifest: Path, tmp_path: Path) -> None:
