@@ -14,6 +14,10 @@ from qwen_edit_zero.errors import DataError
 _TOO_YOUNG_NS = 2_000_000_000  # coarsest time stamps of the file systems in use
 
 
+class NotThereError(DataError):
+    """There is no file of that name; `Place.why_missing` may say more."""
+
+
 class Stamp(NamedTuple):
     """What tells, without reading a file, that its content is still what it was.
 
@@ -59,6 +63,13 @@ class PictureFile(Protocol):
         """Asks the place, and reads nothing of the content."""
 
 
+class RangedFile(PictureFile, Protocol):
+    """A file of which parts can be read, such as an archive."""
+
+    def read_range(self, start: int, length: int) -> bytes:
+        """`length` bytes from `start` on; DataError if the file ends before."""
+
+
 class Place(Protocol):
     """A root that names are relative to. Hashable, picklable, and cheap to make.
 
@@ -99,6 +110,10 @@ class HeldFile:
         """See `PictureFile`."""
         return io.BytesIO(self.content)
 
+    def read_range(self, start: int, length: int) -> bytes:
+        """See `RangedFile`."""
+        return whole_range(self.name, self.content[start : start + length], length)
+
     def stamp(self) -> Stamp:
         """Never settled: content in memory may be anything the next time."""
         return Stamp(len(self.content), "in memory", time.time_ns())
@@ -113,12 +128,26 @@ def as_file(file: PictureFile | Path) -> PictureFile:
     return file
 
 
-def refusal(name: str, reason: str) -> DataError:
+def refusal(name: str, reason: str, what: str = "picture") -> DataError:
     """The error of a file that cannot be had."""
-    return DataError(f"picture {shown(name)}: {reason}")
+    return DataError(f"{what} {shown(name)}: {reason}")
+
+
+def recent_stamp(file: PictureFile) -> Stamp:
+    """The stamp, which for an object may be a minute old: for archives, whose members would ask a thousand times."""
+    recent = getattr(file, "recent_stamp", file.stamp)
+    stamp: Stamp = recent()
+    return stamp
 
 
 def check_limit(name: str, size: int, limit: int) -> None:
     """Raises DataError if a file is larger than allowed."""
     if size > limit:
         raise refusal(name, f"it has {size:,} bytes; the limit is {limit:,}")
+
+
+def whole_range(name: str, data: bytes, length: int, what: str = "picture") -> bytes:
+    """The data, if it is as long as it should be. Raises DataError."""
+    if len(data) != length:
+        raise refusal(name, f"it ends {length - len(data):,} bytes too early: it was cut short", what)
+    return data
