@@ -238,7 +238,8 @@ class _Run:
         shared = "" if size == 1 else f", {size} to a sample"
         self.say(
             f"{len(data.samples)} samples in {len(data.prepared.buckets)} buckets, "
-            f"{'' if schedule.is_constant else 'about '}{schedule.steps_per_epoch} steps an epoch; training steps {first + 1} to {total_steps} under {engine.name} on {self.world} "
+            f"{'' if schedule.is_constant else 'about '}{schedule.steps_per_epoch} steps an epoch; "
+            f"training steps {first + 1} to {total_steps} under {engine.name} on {self.world} "
             f"{'rank' if self.world == 1 else 'ranks'}{shared} ({self.device.type}, {settings.precision.mode})"
         )
         order.announce(self.say)
