@@ -110,6 +110,12 @@ def test_a_finished_run_says_so_and_trains_no_further(runs: Path, recipe: str) -
     assert again.status == 0
     assert "is complete" in again.output
     assert len(metrics(runs / "single")) == 4
+    place = runs / "copies"
+    arguments = [recipe, f"run.dir={runs}", "run.name=single", f"checkpoint.backup={place}"]
+    again = run("torchrun", *ENGINE["ddp"], *arguments, cwd=runs)
+    assert again.status == 0, again.text
+    names = [[p.name for p in sorted(f.iterdir())] for f in (place / "single", runs / "single" / "checkpoints")]
+    assert names[0] == names[1], "copies that were missing are made"
 
 
 def test_a_checkpoint_of_other_data_is_refused_with_what_differs(runs: Path, recipe: str) -> None:
