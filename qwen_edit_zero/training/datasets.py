@@ -12,6 +12,7 @@ import numpy.typing as npt
 from qwen_edit_zero.assets import demo_manifest
 from qwen_edit_zero.edit_data.manifests.opening import open_manifest
 from qwen_edit_zero.edit_data.manifests.table import SampleTable
+from qwen_edit_zero.edit_data.storage.options import StorageOptions
 from qwen_edit_zero.settings.models import Settings
 
 DEMO = "demo"
@@ -70,6 +71,7 @@ def _open(
         form=data.format if name == data.manifest else "auto",
         outside=data.outside,
         columns=data.columns,
+        storage=StorageOptions.of(data.storage, index_dir=index_folder / "archives"),
         rank=rank,
         from_rank_0=from_rank_0,
     )

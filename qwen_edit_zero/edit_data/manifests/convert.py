@@ -16,9 +16,10 @@ from typing import Any, TextIO
 import orjson
 
 from qwen_edit_zero.edit_data.manifests.formats.columns import Columns
-from qwen_edit_zero.edit_data.manifests.names import split_member
 from qwen_edit_zero.edit_data.manifests.opening import open_manifest
 from qwen_edit_zero.edit_data.manifests.samples import OnError, Refusal, Sample
+from qwen_edit_zero.edit_data.storage.names import split_member
+from qwen_edit_zero.edit_data.storage.options import DEFAULTS, StorageOptions
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError, StorageError
 
@@ -62,6 +63,7 @@ def convert_manifest(
     split: str | None = None,
     on_error: OnError = "stop",
     max_references: int = 3,
+    storage: StorageOptions = DEFAULTS,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Converted:
     """Write `out` from the manifest `source`; it appears whole or not at all.
@@ -83,7 +85,7 @@ def convert_manifest(
         with _working_folder(out) as work:
             table = open_manifest(
                 source, max_references=max_references, on_error=on_error, split=split, index_folder=work / "index",
-                form=form, outside=outside, columns=columns,
+                form=form, outside=outside, columns=columns, storage=storage,
             )  # fmt: skip
             writer = _Writer(out, work / "pictures", pictures.name)
             with (work / "rows").open("w", encoding="utf-8") as file:

@@ -6,21 +6,14 @@ import posixpath
 import re
 from dataclasses import dataclass
 
+from qwen_edit_zero.edit_data.storage.names import is_url, split_member
 from qwen_edit_zero.edit_data.wording import shown
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
-_MEMBER = re.compile(r"(?s)(.*?\.(?:tar|parquet))//(.+)")
 
 
 class RowError(ValueError):
     """What is wrong with a row, without its place."""
-
-
-def split_member(name: str) -> tuple[str, str] | None:
-    """Archive and member of a name such as `shard.tar//a/b.png`; None of a file's own name."""
-    match = _MEMBER.fullmatch(name)
-    return (match[1], match[2]) if match else None
 
 
 def are_plain(names: str) -> bool:
@@ -70,7 +63,7 @@ class NameRules:
 
     def _checked(self, name: str, key: str, whole: str) -> str:
         absolute = None
-        if _URL.match(name):
+        if is_url(name):
             absolute = name
             problem = "it is a URL, and nothing is fetched; download the file and give its relative path"
         elif _DRIVE.match(name):
@@ -84,7 +77,7 @@ class NameRules:
             normal = posixpath.normpath(name)
             if normal != ".." and not normal.startswith("../"):
                 return normal
-            if self.root and not _URL.match(self.root):
+            if self.root and not is_url(self.root):
                 absolute = posixpath.normpath(posixpath.join(self.root, normal))
             problem = f"it leads out of {self.root_is}; put the manifest above all of its pictures"
         if absolute is None:
@@ -95,7 +88,7 @@ class NameRules:
 
 
 def _is_under(name: str, folder: str) -> bool:
-    if _URL.match(name):
+    if is_url(name):
         inside = name.removeprefix(folder.rstrip("/") + "/")
         return inside != name and ".." not in inside.split("/")
     return name.startswith(folder.rstrip("/") + "/")

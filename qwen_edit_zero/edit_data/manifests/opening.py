@@ -17,15 +17,18 @@ from tqdm import tqdm
 
 from qwen_edit_zero import errors
 from qwen_edit_zero.edit_data.manifests.build import build_index, local_file
-from qwen_edit_zero.edit_data.manifests.formats.base import Folder, LocalFolder
+from qwen_edit_zero.edit_data.manifests.formats.base import Folder, LocalFolder, Reader
 from qwen_edit_zero.edit_data.manifests.formats.columns import Columns
 from qwen_edit_zero.edit_data.manifests.formats.recognise import open_reader
+from qwen_edit_zero.edit_data.manifests.formats.store_folder import StoreFolder
 from qwen_edit_zero.edit_data.manifests.index import HEADER, VERSION, Index
 from qwen_edit_zero.edit_data.manifests.names import NameRules
 from qwen_edit_zero.edit_data.manifests.samples import OnError, refuse_or_raise
 from qwen_edit_zero.edit_data.manifests.table import SampleTable
-from qwen_edit_zero.edit_data.storage.files import Place
 from qwen_edit_zero.edit_data.storage.local import LocalPlace
+from qwen_edit_zero.edit_data.storage.names import is_url
+from qwen_edit_zero.edit_data.storage.options import DEFAULTS, StorageOptions
+from qwen_edit_zero.edit_data.storage.place import open_place, place_of_url
 from qwen_edit_zero.edit_data.wording import nearest, shown
 from qwen_edit_zero.errors import DataError, QwenEditError
 
@@ -45,6 +48,7 @@ def open_manifest(
     columns: Columns | None = None,
     rank: int = 0,
     from_rank_0: Callable[[Any], Any] = lambda value: value,
+    storage: StorageOptions = DEFAULTS,
     workers: int | None = None,
 ) -> SampleTable:
     """The samples of a manifest; collective if there are several ranks. No picture is looked for here.
@@ -54,7 +58,7 @@ def open_manifest(
     read, so that it is found again. Two processes may open one manifest at the same time.
 
     Args:
-        location: a file, a folder or a pattern; see `formats.recognise`.
+        location: a file, a folder or a pattern, local or the URL of a store; see `formats.recognise`.
         max_references: most reference pictures a sample may have.
         on_error: "stop" raises if any row is refused; "skip" leaves them out (`SampleTable.refused`).
         split: take only its rows; those without a split belong to "train". None: all.
@@ -63,6 +67,7 @@ def open_manifest(
         outside: folders and URLs that names may lead to, besides the manifest's own folder.
         columns: see `columns.find_map`.
         from_rank_0: gives rank 0's small object to all ranks.
+        storage: how stores are asked, for a manifest or pictures that lie on one.
         workers: processes that read a large JSON Lines file; None: by its size and the processors.
 
     Raises:
@@ -70,34 +75,47 @@ def open_manifest(
         StorageError: the index cannot be written.
     """
     name = os.fspath(location)
-    folder, inside = _parted(name)
     temporary = None
     if index_folder is None:
-        temporary = Path(from_rank_0(tempfile.mkdtemp(prefix="manifest-index-")) if rank == 0 else from_rank_0(None))
-    made: tuple[str, str] | None = None
+        temporary = from_rank_0(tempfile.mkdtemp(prefix="manifest-index-") if rank == 0 else None)
+    told: tuple[str, str, str] | None = None
     if rank == 0:
         try:
+            folder, inside = _parted(name, storage)
             rules = NameRules(folder.location, tuple(_absolute(root) for root in outside))
-            path = _make(folder, inside, temporary or index_folder, rules, form, columns, max_references, name, workers)  # type: ignore[arg-type]
-            made = ("", str(path))
+            reader = open_reader(folder, inside, form=form, told=columns)
+            index = _make(
+                reader,
+                folder,
+                inside,
+                Path(temporary or index_folder or ""),
+                rules,
+                columns,
+                max_references,
+                name,
+                workers,
+            )
+            told = ("", str(index), folder.location)
         except QwenEditError as error:
-            made = (type(error).__name__, str(error))
-    kind, text = from_rank_0(made)
+            told = (_kind(error), str(error), "")
+    kind, text, root = from_rank_0(told)
     if kind:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise getattr(errors, kind)(text)
     _wait_for(Path(text), rank)
-    table = SampleTable(Index(Path(text)), _place(folder, outside), name=shown(name))
-    if temporary is not None:
+    table = SampleTable(Index(Path(text)), open_place(root, storage), name=shown(name))
+    if temporary is not None and rank == 0:
         weakref.finalize(table, shutil.rmtree, temporary, ignore_errors=True)
     return _checked(table, name, split, on_error)
 
 
 def _make(
+    reader: Reader,
     folder: Folder,
     inside: str,
     index_folder: Path,
     rules: NameRules,
-    form: str,
     columns: Columns | None,
     max_references: int,
     location: str,
@@ -105,7 +123,6 @@ def _make(
 ) -> Path:
     """The folder of the index, which is made if it is not there or damaged."""
     stamp = folder.stamp(inside) if inside and folder.is_file(inside) else ""
-    reader = open_reader(folder, inside, form=form, told=columns)
     with _Bar(f"looking at {location}") as bar:
         content = reader.content_key(bar.show)
     # names are relative, so the root matters only where others may be reached from it
@@ -154,20 +171,34 @@ def _checked(table: SampleTable, name: str, split: str | None, on_error: OnError
     return chosen
 
 
-def _parted(location: str) -> tuple[Folder, str]:
+def _parted(location: str, options: StorageOptions) -> tuple[Folder, str]:
     """The folder that names are relative to, and what is meant in it; "" is the folder itself."""
+    if is_url(location):
+        place = place_of_url(location, options)  # refuses what is no store
+        if isinstance(place, LocalPlace):
+            return _parted(place.name, options)
+        whole = StoreFolder(location, options)
+        if location.endswith("/") or (not _is_pattern(location) and whole.is_folder("")):
+            return whole, ""
+        root, _, name = location.rpartition("/")
+        return StoreFolder(root, options), name
     path = Path(location).expanduser()
     if path.is_dir():
         return LocalFolder(path), ""
     return LocalFolder(path.parent), path.name
 
 
-def _place(folder: Folder, outside: Sequence[str]) -> Place:
-    return LocalPlace(Path(folder.location))
+def _is_pattern(location: str) -> bool:
+    return any(mark in location for mark in "*?{")
+
+
+def _kind(error: QwenEditError) -> str:
+    """The name of an error's class in `errors`, for other ranks to raise; some parts have classes of their own."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
 
 
 def _absolute(root: str) -> str:
-    return root if "://" in root else os.path.abspath(os.path.expanduser(root))
+    return root if is_url(root) else os.path.abspath(os.path.expanduser(root))
 
 
 def _wait_for(path: Path, rank: int) -> None:

@@ -376,6 +376,21 @@ def test_parquet_rows_without_a_picture_and_with_binary_or_named_ones(tmp_path: 
     assert plain(open_manifest(path)) == [(["s.png"], "x", "t.png")]
 
 
+def test_parquet_with_lists_of_references(tmp_path: Path) -> None:
+    kind = pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
+    lists = [[{"bytes": png(n), "path": None} for n in range(count)] for count in (1, 3, 2)]
+    path = parquet(
+        tmp_path / "p.parquet", source_images=pa.array(lists, kind), target=embedded(7, 8, 9), prompt=["x", "y", "z"]
+    )
+    table = open_manifest(path)
+    assert [len(s.source_names) for s in table] == [1, 3, 2]
+    assert table[1].source_names[2] == "p.parquet//1/source_images/2"
+    assert table[1].sources[2].read(1 << 20) == png(2)
+    bare = pa.array([[png(4), png(5)]], pa.list_(pa.binary()))
+    path = parquet(tmp_path / "b.parquet", source=bare, target=[png(1)], prompt=["x"])
+    assert open_manifest(path)[0].sources[1].read(1 << 20) == png(5)
+
+
 def test_columns_can_be_told_where_their_names_say_nothing(tmp_path: Path) -> None:
     path = parquet(tmp_path / "p.parquet", a=embedded(1), b=embedded(2), c=embedded(3), d=["x"], kind=["k"])
     text = message(path)

@@ -174,7 +174,10 @@ def test_a_rank_that_does_not_see_the_index_says_so(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(opening, "_VISIBLE_SECONDS", 0.1)
     with pytest.raises(DataError, match=r"rank 3 does not see .*data\.cache_dir"):
         open_manifest(
-            write_manifest(tmp_path, rows(1)), index_folder=tmp_path, rank=3, from_rank_0=lambda _: ("", "/nowhere/x")
+            write_manifest(tmp_path, rows(1)),
+            index_folder=tmp_path,
+            rank=3,
+            from_rank_0=lambda _: ("", "/nowhere/x", "/"),
         )
 
 

@@ -18,7 +18,12 @@ from qwen_edit_zero.errors import DataError
 Progress = Callable[[int, int], None]
 Content = bytes | Mapping[str, Any] | RowError
 
-LEFT_ALONE = ("Thumbs.db", "desktop.ini")  # what file managers leave beside pictures; also every name with a dot first
+_LEFT_ALONE = ("Thumbs.db", "desktop.ini")
+
+
+def is_left_alone(name: str) -> bool:
+    """Whether it is what file managers leave beside pictures, or hidden."""
+    return name.startswith(".") or name in _LEFT_ALONE
 
 
 class Entry(NamedTuple):
@@ -70,10 +75,10 @@ class LocalFolder:
     def entries(self, name: str = "") -> list[Entry]:
         try:
             with os.scandir(self._path / name) as found:
-                entries = [Entry(e.name, e.is_dir()) for e in found if not e.name.startswith(".")]
+                entries = [Entry(e.name, e.is_dir()) for e in found if not is_left_alone(e.name)]
         except OSError as error:
             raise DataError(f"folder {shown(self._path / name)}: it cannot be listed ({_why(error)})") from error
-        return sorted(entry for entry in entries if entry.name not in LEFT_ALONE)
+        return sorted(entries)
 
     def open(self, name: str) -> BinaryIO:
         try:

@@ -19,8 +19,9 @@ _BATCH = 1 << 13
 class ParquetTables(Reader):
     """Rows of one or more Parquet files of one layout, counted through.
 
-    An embedded picture gets the name `FILE//ROW/COLUMN` (rows from 0), which `storage` reads; the files stay as they
-    are. Only columns of text and numbers are read here, and of pictures whether there is one.
+    An embedded picture gets the name `FILE//ROW/COLUMN` (rows from 0; `/NUMBER` behind it in a list), which `storage`
+    reads; the files stay as they are. Only columns of text and numbers are read here, and of pictures whether there
+    is one.
     """
 
     unit = "row"
@@ -66,23 +67,25 @@ class ParquetTables(Reader):
         self.notes = unused_note(unused)
 
     def _rows(self, table: Any, name: str) -> Iterator[tuple[int, Content]]:
-        embedded, light = _layout(table.schema_arrow, self._columns, self._folder, name)
+        embedded, lists, light = _layout(table, self._columns, self._folder, name)
         number = 0
         for group in range(table.num_row_groups):
             held = {column: _is_held(table, group, leaf) for column, leaf in embedded.items()}
-            at = 0
+            before = 0
             for batch in table.iter_batches(batch_size=_BATCH, row_groups=[group], columns=light or None):
                 cells = {column: batch.column(column).to_pylist() for column in batch.schema.names}
                 for i in range(batch.num_rows):
                     row = {column: values[i] for column, values in cells.items()}
                     for column, there in held.items():
-                        if there[at + i] if isinstance(there, list) else there:
+                        if there[before + i] if isinstance(there, list) else there:
                             row[column] = f"{name}//{number}/{column}"
                         else:  # perhaps its path is that of a file
                             row[column] = row[column].get("path") if isinstance(row.get(column), dict) else None
+                    for column in lists:
+                        row[column] = [f"{name}//{number}/{column}/{at}" for at in range(len(row[column] or ()))]
                     yield number, self._content(row)
                     number += 1
-                at += batch.num_rows
+                before += batch.num_rows
 
     def _content(self, row: dict[str, Any]) -> Content:
         try:
@@ -104,29 +107,38 @@ def _opened(folder: Folder, name: str, file: Any) -> Any:
         ) from error
 
 
-def _layout(schema: Any, columns: ColumnMap, folder: Folder, name: str) -> tuple[dict[str, str], list[str]]:
-    """The leaf of the bytes of each column with embedded pictures, and the small leaves, which alone are read."""
+def _layout(table: Any, columns: ColumnMap, folder: Folder, name: str) -> tuple[dict[str, str], set[str], list[str]]:
+    """The leaf of the bytes of each column with embedded pictures, the columns with lists of them, and the small
+    leaves, which alone are read."""
     import pyarrow
 
+    types, schema = pyarrow.types, table.schema_arrow
+    leaves = [table.schema.column(i).path for i in range(len(table.schema))]
     pictures = {*columns.sources, *(columns.of[key] for key in ("target", "mask") if key in columns.of)}
     embedded: dict[str, str] = {}
+    lists: set[str] = set()
     light = []
     for column in sorted(columns.used()):
         kind = schema.field(column).type
-        if column in pictures and pyarrow.types.is_struct(kind):
-            if kind.get_field_index("bytes") < 0:
-                raise DataError(
-                    f"manifest {shown(name_of(folder, name))}: column {shown(column)} is {kind}, not a picture "
-                    "({bytes, path}, binary, or a file name)"
-                )
-            embedded[column] = f"{column}.bytes"
-            if kind.get_field_index("path") >= 0:
-                light.append(f"{column}.path")
-        elif column in pictures and (pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind)):
-            embedded[column] = column
-        else:
+        is_list = types.is_list(kind) or types.is_large_list(kind)
+        inner = kind.value_type if is_list else kind
+        is_struct, is_binary = types.is_struct(inner), types.is_binary(inner) or types.is_large_binary(inner)
+        if column not in pictures or not (is_struct or is_binary):
             light.append(column)
-    return embedded, light
+        elif is_struct and inner.get_field_index("bytes") < 0:
+            raise DataError(
+                f"manifest {shown(name_of(folder, name))}: column {shown(column)} is {kind}, not a picture "
+                "({bytes, path}, binary, or a file name)"
+            )
+        elif is_list:
+            lists.add(column)
+            small = [leaf for leaf in leaves if leaf.startswith(f"{column}.") and leaf.endswith(".path")]
+            light += small or [column]  # without paths, only the pictures say how many there are
+        else:
+            embedded[column] = f"{column}.bytes" if is_struct else column
+            if is_struct and inner.get_field_index("path") >= 0:
+                light.append(f"{column}.path")
+    return embedded, lists, light
 
 
 def _is_held(table: Any, group: int, leaf: str) -> bool | list[bool]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import posixpath
 import re
-import tarfile
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -21,6 +20,7 @@ from qwen_edit_zero.edit_data.manifests.formats.lines import MAX_ROW_BYTES
 from qwen_edit_zero.edit_data.manifests.formats.pairs import PICTURES
 from qwen_edit_zero.edit_data.manifests.names import RowError
 from qwen_edit_zero.edit_data.manifests.rows import parse_object
+from qwen_edit_zero.edit_data.storage.tar import TarEntry, tar_entries
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError
 
@@ -85,49 +85,42 @@ class WebDatasetShards(Reader):
         seen: set[str] = set()
         before = self.done
         with self._folder.open(name) as file:
-            try:
-                with tarfile.open(fileobj=file, mode="r:") as archive:
-                    for member in archive:
-                        archive.members = []  # type: ignore[attr-defined]  # or it keeps them all
-                        self.done = before + member.offset_data + member.size
-                        match = _MEMBER.fullmatch(member.name)
-                        if not member.isfile() or match is None or posixpath.basename(member.name).startswith("."):
-                            continue
-                        key, extension = match[1], match[2]
-                        if key != open_key:
-                            if open_key is not None:
-                                yield open_key, cells
-                            open_key, cells = key, {}
-                            if key in seen:
-                                cells = RowError("its files do not stand one after another in the shard")
-                            if len(seen) < 1_000_000:
-                                seen.add(key)
-                        if isinstance(cells, dict):
-                            try:
-                                _add(cells, extension, name, archive, member)
-                            except RowError as error:
-                                cells = error
-            except (tarfile.TarError, EOFError) as error:
-                raise DataError(
-                    f"manifest {shown(name_of(self._folder, name))}: it is no whole tar file ({error}); copy it again"
-                ) from error
+            for entry in tar_entries(file, name_of(self._folder, name)):
+                self.done = before + entry.offset + entry.size
+                match = _MEMBER.fullmatch(entry.name)
+                if match is None or posixpath.basename(entry.name).startswith("."):
+                    continue
+                key, extension = match[1], match[2]
+                if key != open_key:
+                    if open_key is not None:
+                        yield open_key, cells
+                    open_key, cells = key, {}
+                    if key in seen:
+                        cells = RowError("its files do not stand one after another in the shard")
+                    if len(seen) < 1_000_000:
+                        seen.add(key)
+                if isinstance(cells, dict):
+                    try:
+                        _add(cells, extension, name, file, entry)
+                    except RowError as error:
+                        cells = error
         if open_key is not None:
             yield open_key, cells
 
 
-def _add(cells: dict[str, Any], extension: str, shard: str, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+def _add(cells: dict[str, Any], extension: str, shard: str, file: BinaryIO, member: TarEntry) -> None:
     """Add what a member holds to the columns of its sample. Raises RowError."""
     column, _, ending = extension.rpartition(".")
     ending = ending.lower()
     if f".{ending}" in PICTURES:
         _set(cells, column or "image", f"{shard}//{member.name}")
     elif ending in ("json", "jsn"):
-        values = parse_object(_content_of(archive, member))
+        values = parse_object(_content_of(file, member))
         for key, value in values.items():
             _set(cells, key, value)
     elif ending in _TEXTS:
         try:
-            text = _content_of(archive, member).decode("utf-8-sig").strip()
+            text = _content_of(file, member).decode("utf-8-sig").strip()
         except UnicodeDecodeError as error:
             raise RowError(f"{shown(member.name)} is not UTF-8 (byte {error.start + 1})") from None
         _set(cells, column or ("caption" if ending == "caption" else "text"), text)
@@ -135,11 +128,11 @@ def _add(cells: dict[str, Any], extension: str, shard: str, archive: tarfile.Tar
         cells.setdefault(extension, None)  # told as not used
 
 
-def _content_of(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+def _content_of(file: BinaryIO, member: TarEntry) -> bytes:
     if member.size > MAX_ROW_BYTES:
         raise RowError(f"{shown(member.name)} has {member.size:,} bytes; at most {MAX_ROW_BYTES:,} are read")
-    file = archive.extractfile(member)
-    return file.read() if file else b""
+    file.seek(member.offset)
+    return file.read(member.size)
 
 
 def _set(cells: dict[str, Any], column: str, value: Any) -> None:
