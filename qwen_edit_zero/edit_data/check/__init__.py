@@ -1,0 +1,1 @@
+"""`data check`: everything about a data set is looked at before training."""
