@@ -19,11 +19,11 @@ from qwen_edit_zero.edit_data.storage.options import DEFAULTS, StorageOptions
 from qwen_edit_zero.edit_data.storage.ranged import RangedStream
 from qwen_edit_zero.edit_data.storage.store import Listed, ObjectChangedError, Store, Target, store_of
 from qwen_edit_zero.edit_data.wording import nearest, shown
-from qwen_edit_zero.errors import StorageError
+from qwen_edit_zero.errors import DataError, StorageError
 
 T = TypeVar("T")
 
-_MOST_LISTED = 1000  # names of a folder looked at for the nearest one: what one request gives
+_MOST_LISTED = 500  # names of a folder looked at for the nearest one: what one request gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +134,17 @@ class RemotePlace:
         return RemoteFile(self.root, name, self.options, what)
 
     def why_missing(self, name: str) -> str:
-        """See `Place`; looks at up to 1,000 names of a folder."""
+        """See `Place`; looks at up to 500 names of a folder."""
         if "//" in name or name.startswith("/"):
             return why_not_there(name, self)
         folder, _, last = name.rpartition("/")
         store = store_of(self.root, self.options)
         target = store.target(self.root, folder)
-        found = store.listed(target, most=_MOST_LISTED, prefix=last[:2]) or store.listed(target, most=_MOST_LISTED)
+        try:
+            found = store.listed(target, most=_MOST_LISTED, prefix=last[:2])
+            found = found or store.listed(target, most=_MOST_LISTED)
+        except DataError:
+            return f"what is under {shown(target.url)} may not be listed"
         if not found:
             return f"there is nothing under {shown(target.url)}"
         near = nearest(last, (entry.name for entry in found))
@@ -150,7 +154,10 @@ class RemotePlace:
 
 
 def listed_folder(url: str, options: StorageOptions = DEFAULTS) -> list[Listed]:
-    """Everything directly under a folder of a store, sorted; an empty list if there is no such folder."""
+    """Everything directly under a folder of a store, sorted; an empty list if there is no such folder.
+
+    Raises DataError if it may not be listed.
+    """
     store = store_of(url, options)
     return sorted(store.listed(store.target(url, what="folder")), key=lambda entry: entry.name)
 

@@ -17,13 +17,14 @@ from qwen_edit_zero.edit_data.storage.files import NotThereError, Stamp, refusal
 from qwen_edit_zero.edit_data.storage.kinds import kind_of, make_file_system
 from qwen_edit_zero.edit_data.storage.options import StorageOptions
 from qwen_edit_zero.edit_data.wording import shown
-from qwen_edit_zero.errors import DataError, QwenEditError, SettingsError, StorageError
+from qwen_edit_zero.errors import QwenEditError, SettingsError, StorageError
 
 T = TypeVar("T")
 
 FIRST_WAIT = 0.5  # seconds before the first retry; twice as long before each further one, less a random part
 _LONGEST_WAIT = 30.0
 _SLOWEST = 1 << 18  # bytes a second; a store that is slower counts as one that does not answer
+_PAGE = 1000
 _RECENT_SECONDS = 60.0
 _RECENT = 8192  # objects whose stamps are held
 
@@ -120,16 +121,20 @@ class Store:
         return data
 
     def listed(self, folder: Target, *, most: int | None = None, prefix: str = "") -> list[Listed]:
-        """Names (`most` of them) directly under a folder, those with the prefix where the store can select them."""
+        """Names (`most` of them) directly under a folder, those with the prefix where the store can select them.
+
+        Raises DataError if they may not be listed; a folder without anything is an empty list.
+        """
 
         def ask() -> Any:
-            if hasattr(self._fs, "_lsdir") and self._kind.protocol == "s3":
-                return self._ask("lsdir", folder.path, max_items=most, prefix=prefix)
+            if self._kind.protocol == "s3":  # s3fs asks for twice as many a page, and stores allow 1,000
+                few = most if most is not None and most <= _PAGE // 2 else None
+                return self._ask("lsdir", folder.path, max_items=few, prefix=prefix)
             return self._ask("ls", folder.path, detail=True)
 
         try:
             found = self._tried(folder, ask, explain=False)
-        except DataError:
+        except NotThereError:
             return []
         root = folder.path.strip("/") + "/"
         entries = []

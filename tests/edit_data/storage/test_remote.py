@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
 from PIL import Image
 
 from qwen_edit_zero.edit_data.pictures.decode import MAX_BYTES, load_picture, picture_size
@@ -242,3 +244,18 @@ def test_a_folder_of_a_store_is_listed(s3: S3Server) -> None:
     found = [(e.name, e.is_folder, e.size) for e in listed_folder("s3://listed/a", PATIENCE)]
     assert found == [("b", True, 0), ("x.png", False, 1), ("y.png", False, 2)]
     assert listed_folder("s3://listed/none", PATIENCE) == []
+
+
+def test_a_folder_that_may_not_be_listed_is_told(s3: S3Server) -> None:
+    s3.put("unlisted", **{"a/x.png": b"1"})
+    s3.fail("/unlisted", Fault(99, status=403, code="AccessDenied", method="GET"))
+    with pytest.raises(DataError, match=r'folder "s3://unlisted/a": access is denied'):
+        listed_folder("s3://unlisted/a", PATIENCE)
+    assert "may not be listed" in open_place("s3://unlisted/a", PATIENCE).why_missing("y.png")
+
+
+def test_a_folder_of_many_is_listed_whole(s3: S3Server) -> None:
+    s3.put("crowd")
+    for i in range(1100):  # more than a request gives
+        s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object("crowd", f"a/{i:04d}", b"")
+    assert [e.name for e in listed_folder("s3://crowd/a", PATIENCE)] == [f"{i:04d}" for i in range(1100)]
