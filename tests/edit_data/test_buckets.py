@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen_edit_zero.edit_data.batches.buckets import Bucket, assign_buckets, bucket_of, prepared_size
-from qwen_edit_zero.edit_data.manifests.manifest import Sample, read_manifest
+from qwen_edit_zero.edit_data.manifests.opening import open_manifest
+from qwen_edit_zero.edit_data.manifests.samples import Sample
 from qwen_edit_zero.edit_data.storage.local import LocalPlace
 from qwen_edit_zero.errors import DataError
 from tests.edit_data.builders import row, save, write_manifest
@@ -68,9 +69,9 @@ def test_buckets_keep_the_order_and_leave_out_unreadable_pictures(tmp_path: Path
     for i, r in enumerate(rows):
         save(tmp_path / r["source"][0], (32 + 32 * (i % 3), 32))
         save(tmp_path / r["target"], (32, 32))
-    manifest = read_manifest(write_manifest(tmp_path, rows))
+    samples = open_manifest(write_manifest(tmp_path, rows))
     (tmp_path / "t7.png").write_bytes(b"damaged")
-    result = assign_buckets(manifest.samples, vae_area=128 * 128)
+    result = assign_buckets(samples, vae_area=128 * 128)
     assert [s.id for s in result.samples] == [f"a{i}" for i in range(40) if i != 7]
     assert [(r.line, r.id) for r in result.refused] == [(8, "a7")]
     assert "t7.png" in str(result.refused[0])

@@ -26,7 +26,7 @@ from qwen_edit_zero.edit_data.batches.buckets import Bucket
 from qwen_edit_zero.edit_data.batches.loader import BatchLoader
 from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule, codes_of
 from qwen_edit_zero.edit_data.cache.store import CachedSample
-from qwen_edit_zero.edit_data.manifests.manifest import Sample
+from qwen_edit_zero.edit_data.manifests.samples import Sample
 from qwen_edit_zero.edit_data.storage.local import LocalPlace
 from qwen_edit_zero.edit_model.attention import resolve_attention
 from qwen_edit_zero.edit_model.transformer import build_transformer

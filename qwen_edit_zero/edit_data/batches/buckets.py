@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from qwen_edit_zero.edit_data.manifests.manifest import Refusal, Sample
+from qwen_edit_zero.edit_data.manifests.samples import Refusal, Sample
 from qwen_edit_zero.edit_data.pictures.decode import picture_size
 from qwen_edit_zero.edit_data.storage.files import PictureFile
 from qwen_edit_zero.edit_data.wording import shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -81,6 +82,7 @@ class LocalFolder:
         return sorted(entries)
 
     def open(self, name: str) -> BinaryIO:
+        self.size(name)
         try:
             return (self._path / name).open("rb")
         except OSError as error:
@@ -88,9 +90,12 @@ class LocalFolder:
 
     def size(self, name: str) -> int:
         try:
-            return (self._path / name).stat().st_size
+            status = (self._path / name).stat()
         except OSError as error:
             raise self._unreadable(name, error) from error
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+            raise DataError(f"manifest {shown(self._path / name)}: it is not a regular file")
+        return status.st_size
 
     def stamp(self, name: str) -> str:
         try:
