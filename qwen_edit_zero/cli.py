@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from qwen_edit_zero import cache_cli
 from qwen_edit_zero import train as train_script
 from qwen_edit_zero.cluster.failure import run_guarded
 from qwen_edit_zero.settings.command_line import Parser
@@ -19,6 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["train"]:
         return train_script.main(given[1:], prog="qwen-edit-zero train")
+    if given[:1] == ["cache"]:
+        if {*cache_cli.VERBS, "-h", "--help"} & set(given[1:2]):
+            return run_guarded(lambda: cache_cli.run(given[1:], _bytes_bar))
+        return train_script.main([*given[1:], "--cache-only"], prog="qwen-edit-zero cache")
     return run_guarded(lambda: _run(given))
 
 
@@ -32,6 +37,7 @@ def _parser() -> ArgumentParser:
     parser = Parser(prog="qwen-edit-zero", description="Train Qwen-Image-Edit, and work with what a run leaves behind.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     verbs.add_parser("train", help="train; see qwen-edit-zero train --help", add_help=False)
+    verbs.add_parser("cache", help="fill the cache of a recipe, or look after one", add_help=False)
     verb = verbs.add_parser("consolidate", help="turn a checkpoint into a model folder that diffusers loads")
     verb.add_argument(
         "checkpoint",

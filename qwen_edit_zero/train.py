@@ -35,6 +35,7 @@ def _run(given: list[str], prog: str) -> int:
         return 0
     arguments = parse_train_arguments(given, prog=prog)
     identity = discover(local_rank_argument=arguments.local_rank)
+    is_single = identity.launcher == "single"
 
     from qwen_edit_zero.settings.load import load_settings
 
@@ -44,7 +45,7 @@ def _run(given: list[str], prog: str) -> int:
         ds=arguments.ds,
         engine=arguments.engine,
         fast_dev_run=arguments.fast_dev_run,
-        world_size=None if arguments.print_settings and identity.launcher == "single" else identity.world_size,
+        world_size=None if arguments.cache_only or (arguments.print_settings and is_single) else identity.world_size,
     )
     if arguments.print_settings:
         from qwen_edit_zero.settings.render import settings_yaml
@@ -56,6 +57,10 @@ def _run(given: list[str], prog: str) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is told in words, not as a C++ stack
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and every rank would warn of 4 bits
     choose_allocator(loaded.settings)
+    if arguments.cache_only:
+        from qwen_edit_zero.training.caching import fill_cache
+
+        return fill_cache(loaded.settings, identity)
     from qwen_edit_zero.training.run import train  # imports torch: everything cheap has been checked before
 
     return train(loaded, identity, arguments.resume, accept_changes=arguments.accept_changes)

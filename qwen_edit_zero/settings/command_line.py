@@ -34,6 +34,7 @@ class TrainArguments:
     accept_changes: bool
     fast_dev_run: bool
     print_settings: bool
+    cache_only: bool
     overrides: tuple[str, ...]
     local_rank: int | None
 
@@ -72,6 +73,9 @@ def train_parser(prog: str) -> Parser:
         help="two steps on 16 samples, one checkpoint, one picture, in NAME-fast-dev-run, started over each time",
     )
     parser.add_argument("--print-settings", action="store_true", help="print all settings and their sources, and end")
+    parser.add_argument(
+        "--cache-only", action="store_true", help="compute the latents and embeddings of all samples, and end"
+    )
     parser.add_argument("--local_rank", "--local-rank", type=int, dest="local_rank", help=argparse.SUPPRESS)
     return parser
 
@@ -100,6 +104,7 @@ def parse_train_arguments(arguments: Sequence[str], *, prog: str = "train.py") -
         accept_changes=known.accept_changes,
         fast_dev_run=known.fast_dev_run,
         print_settings=known.print_settings,
+        cache_only=known.cache_only,
         overrides=overrides,
         local_rank=known.local_rank,
     )
