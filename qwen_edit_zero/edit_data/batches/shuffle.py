@@ -69,7 +69,6 @@ def _rounds(cells: Longs, columns: Longs, rows: Longs, keys: Keys, rounds: range
 
 def _mix(x: Keys) -> Keys:
     """SplitMix64's finaliser (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

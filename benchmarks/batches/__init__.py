@@ -1,0 +1,1 @@
+"""Benchmarks of the order of samples and of reading batches."""
