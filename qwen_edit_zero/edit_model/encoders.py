@@ -15,6 +15,7 @@ from PIL import Image
 
 from qwen_edit_zero.edit_model.components import load_pipeline, load_text_encoder, load_vae, release_memory
 from qwen_edit_zero.edit_model.folder import ModelFolder, Variant
+from qwen_edit_zero.edit_model.instruction_limit import InstructionLimit
 from qwen_edit_zero.edit_model.sizes import VAE_FACTOR, size_at_area
 from qwen_edit_zero.errors import DataError
 
@@ -64,6 +65,7 @@ class ConditioningEncoder:
         self._channels_last = channels_last
         self.vae_area, self.condition_area = vae_area, condition_area
         self._pipeline: DiffusionPipeline | None = None
+        self._limit: InstructionLimit | None = None
 
     @torch.no_grad()
     def encode(
@@ -111,20 +113,10 @@ class ConditioningEncoder:
 
     def check_instruction(self, instruction: str) -> None:
         """Raises DataError for an instruction that is too long or holds chat markup; loads the tokenizer only."""
-        pipeline = self._light()
-        markup = [t for t in pipeline.tokenizer.get_added_vocab() if t.startswith("<|") and t in instruction]
-        if markup:
-            raise DataError(
-                f"the instruction {instruction[:60]!r} contains the chat markup {markup[0]}, which would end the "
-                "user's turn or stand for a picture; remove it"
-            )
-        limit = pipeline.tokenizer_max_length
-        tokens = len(pipeline.tokenizer(instruction)["input_ids"])
-        if tokens > limit:
-            raise DataError(
-                f"the instruction {instruction[:60]!r}... has {tokens} tokens; the model takes at most {limit}. "
-                "Shorten it"
-            )
+        if self._limit is None:
+            pipeline = self._light()
+            self._limit = InstructionLimit(pipeline.tokenizer, pipeline.tokenizer_max_length)
+        self._limit.check(instruction)
 
     def latent_bytes(self, width: int, height: int) -> int:
         """Size of a picture's latent, sides in pixels as the VAE sees it."""
@@ -144,7 +136,7 @@ class ConditioningEncoder:
 
     def close(self) -> None:
         """Release everything. Idempotent; a later `encode` loads it again."""
-        self._pipeline = None
+        self._pipeline = self._limit = None
         release_memory()
 
     @cached_property
