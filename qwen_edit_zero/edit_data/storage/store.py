@@ -210,9 +210,14 @@ _stores: dict[tuple[str, StorageOptions], Store] = {}
 _stores_lock = threading.Lock()
 
 
+_of_parent: list[object] = []
+
+
 def _after_fork() -> None:
-    # The thread that runs fsspec's event loop does not live on in a child, and locks may be held for ever.
+    # The thread that runs fsspec's event loop does not live on in a child, and locks may be held for ever. The parent's
+    # stores are kept, unused: dropping them would close connections on a loop that does not run.
     global _stores, _stores_lock
+    _of_parent.append(_stores)
     _stores, _stores_lock = {}, threading.Lock()
 
 
