@@ -52,7 +52,10 @@ _SETTING = {
 }
 
 
-_IDENTITY_SETTINGS = ("model.path", "data.manifest", "batch.global_size", "run.seed", "model.lora", "model.freeze")
+_IDENTITY_SETTINGS = (
+    "model.path", "data.manifest", "data.balance", "data.weights", "batch.global_size", "run.seed", "model.lora",
+    "model.freeze",
+)  # fmt: skip
 
 
 class CheckpointChoice:

@@ -37,6 +37,7 @@ def test_the_same_run_goes_on() -> None:
         ({"lora": {"rank": 4, "alpha": 64.0, "targets": ["attn.to_q"]}}, "model.lora"),
         ({"lora": None}, "model.lora"),
         ({"frozen": []}, "model.freeze"),
+        ({"order": {"rule": "2", "balance": "uniform", "weights": "loss"}}, "data.balance"),
     ],
 )
 def test_what_changes_the_meaning_is_named(changes: dict[str, Any], setting: str) -> None:
