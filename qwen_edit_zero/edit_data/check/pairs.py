@@ -33,7 +33,7 @@ _PLAIN = 3.0  # levels of spread under which a part cannot be placed
 _LEAST_PEAK = 0.12  # of the correlation of two parts, under which they show different things
 _FAR = 16.0  # cells; what lies further away is not found
 _TOGETHER = 0.35  # cells by which parts may be off the common movement
-_LEAST_PARTS, _LEAST_SHARE = 4, 0.5  # of the parts with something in them, that must move alike
+_LEAST_PARTS, _LEAST_SHARE = 6, 0.5  # of the parts with something in them, that must move alike
 
 
 def compare(reference: Image.Image, reference_box: Box, target: Image.Image, target_box: Box) -> npt.NDArray[np.void]:
@@ -154,7 +154,8 @@ def _coarse(picture: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Means over squares of cells; what is left over at the right and below is left out, if anything else is there."""
     rows, columns = (max(1, side // _COARSE) for side in picture.shape[:2])
     high, wide = min(_COARSE, picture.shape[0]), min(_COARSE, picture.shape[1])
-    return picture[: rows * high, : columns * wide].reshape(rows, high, columns, wide, 3).mean((1, 3))
+    whole = picture[: rows * high, : columns * wide].reshape(rows, high, columns, wide, 3)
+    return np.asarray(whole.mean((1, 3)))
 
 
 def _grey(picture: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
