@@ -23,9 +23,10 @@ class DeviceCopies:
 
     def start(self, batch: EditBatch) -> EditBatch:
         """Begin to copy a batch; what is returned may be used after `await_arrival`."""
-        pinned = batch.pin_memory()
-        with torch.cuda.stream(self._stream):  # torch keeps page-locked memory until the copies out of it are done
-            moved = pinned.to(self._device, non_blocking=True)
+        # A new thread's device is the first one: page-locking there would open that GPU in every rank's process.
+        # torch keeps page-locked memory until the copies out of it are done.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            moved = batch.pin_memory().to(self._device, non_blocking=True)
             arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             arrival.record(self._stream)
         with self._lock:
