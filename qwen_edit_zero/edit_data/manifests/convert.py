@@ -110,6 +110,29 @@ def convert_manifest(
         raise StorageError(f"{shown(out)} cannot be written ({error.strerror or error})") from error
 
 
+def values_of(sample: Sample, name: Callable[[str, str], str]) -> dict[str, Any]:
+    """The JSON object of a sample in our manifests.
+
+    Args:
+        name: what is written for a name and the role of its picture: source0, source1, ..., target or mask.
+    """
+    row: dict[str, Any] = {"id": sample.id}
+    row["source"] = [name(source, f"source{i}") for i, source in enumerate(sample.source_names)]
+    row["instruction"] = sample.instruction
+    row["target"] = name(sample.target_name, "target")
+    if sample.category is not None:
+        row["category"] = sample.category
+    if sample.weight != 1.0:
+        row["weight"] = sample.weight
+    if sample.split is not None:
+        row["split"] = sample.split
+    if sample.mask_name is not None:
+        row["mask"] = name(sample.mask_name, "mask")
+    if sample.paraphrases:
+        row["paraphrases"] = sample.paraphrases
+    return row
+
+
 class _Writer:
     def __init__(self, out: Path, folder: Path, folder_name: str) -> None:
         self._base, self._folder, self._folder_name = os.path.abspath(out.parent), folder, folder_name
@@ -119,20 +142,7 @@ class _Writer:
 
     def write(self, sample: Sample, number: int, file: TextIO) -> None:
         self._last.clear()
-        row: dict[str, Any] = {"id": sample.id}
-        row["source"] = [self._name(sample, name, number, f"source{i}") for i, name in enumerate(sample.source_names)]
-        row["instruction"] = sample.instruction
-        row["target"] = self._name(sample, sample.target_name, number, "target")
-        if sample.category is not None:
-            row["category"] = sample.category
-        if sample.weight != 1.0:
-            row["weight"] = sample.weight
-        if sample.split is not None:
-            row["split"] = sample.split
-        if sample.mask_name is not None:
-            row["mask"] = self._name(sample, sample.mask_name, number, "mask")
-        if sample.paraphrases:
-            row["paraphrases"] = sample.paraphrases
+        row = values_of(sample, lambda name, role: self._name(sample, name, number, role))
         file.write(orjson.dumps(row).decode() + "\n")
 
     def _name(self, sample: Sample, name: str, number: int, role: str) -> str:
