@@ -20,7 +20,7 @@ from qwen_edit_zero.edit_data.cache.files import look_at, pictures_of, stamp_has
 from qwen_edit_zero.edit_data.cache.sorted_table import as_keys
 from qwen_edit_zero.edit_data.manifests.samples import Sample
 from qwen_edit_zero.edit_data.pictures.decode import RULES_VERSION
-from qwen_edit_zero.edit_data.storage.files import PictureFile
+from qwen_edit_zero.edit_data.storage.files import NotThereError, PictureFile
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError
 
@@ -52,6 +52,7 @@ class Chunk:
         sizes: (n, 1 + references + 1, 2) int32, upright (width, height) of target, references and mask; 0 for none.
         digests: (n, 1 + references + 1, 16) of the contents.
         reasons: why rows cannot be used, by their number in this chunk.
+        missing: of which of them it is that a picture is not there.
         unread: (n,) whether a picture of the row would have to be read, with `read` off.
     """
 
@@ -60,6 +61,7 @@ class Chunk:
     sizes: npt.NDArray[np.int32]
     digests: npt.NDArray[np.uint8]
     reasons: dict[int, str] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
     unread: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
 
 
@@ -111,6 +113,8 @@ class Surveyor:
             if problem is not None:
                 if row not in chunk.reasons:
                     chunk.reasons[row] = self._why(samples[row], slot, problem, stamped[i].missing)
+                    if stamped[i].missing:
+                        chunk.missing.add(row)
             elif not known[i] and (mark := (stamped[i].name, stamped[i].stamp)) not in self._seen:
                 unknown[mark] = (ref, stamped[i].settled)
         failed = self._read_all(unknown) if self._read else {}
@@ -194,7 +198,7 @@ def _stamp(ref: PictureFile) -> _Stamped:
         stamped.stamp, stamped.settled = stamp_hash(stamp), stamp.is_settled()
     except DataError as error:
         stamped.problem = str(error)
-        stamped.missing = isinstance(error.__cause__, FileNotFoundError | NotADirectoryError)
+        stamped.missing = isinstance(error, NotThereError)
     return stamped
 
 
