@@ -100,7 +100,10 @@ class Examiner:
         self._held.clear()
         (chunk,) = self._surveyor.chunks(self._samples, range(first, last))
         needs = needs_of(chunk, self._rules.making)
-        refused = {number: (_kind_of_picture(text), text) for number, text in chunk.reasons.items()}
+        refused = {
+            number: ("missing" if number in chunk.missing else "picture", text)
+            for number, text in chunk.reasons.items()
+        }
         for number, text in needs.reasons.items():
             if number not in refused:
                 refused[number] = ("instruction" if text.startswith("the instruction ") else "sizes", text)
@@ -227,10 +230,6 @@ def _one_frame(frames: Frames) -> list[int]:
 @functools.lru_cache(maxsize=1 << 14)
 def _frames(target: Size, references: tuple[Size, ...], area: int, align: Align) -> Frames:
     return frames_of(target, references, area=area, align=align)
-
-
-def _kind_of_picture(reason: str) -> str:
-    return "missing" if "there is no such file" in reason or " is not there: " in reason else "picture"
 
 
 def _bytes_of(image: Image.Image) -> int:
