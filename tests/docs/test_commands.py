@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from qwen_edit_zero.assets import demo_manifest
 from tests.end_to_end.commands import BIN, ROOT, run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -74,7 +75,10 @@ def test_command(page: str, command: str, finished_run: Path, tmp_path: Path) ->
 def _real(word: str, finished_run: Path, tmp_path: Path) -> str:
     """The file or folder that a placeholder of the documentation stands for."""
     (checkpoint,) = (finished_run / "checkpoints").glob("step-*")
-    known = {"RUN": finished_run, "runs/demo": finished_run, "OUT": tmp_path / "out", "CHECKPOINT": checkpoint}
+    known = {
+        "RUN": finished_run, "runs/demo": finished_run, "OUT": tmp_path / "out", "CHECKPOINT": checkpoint,
+        "SOURCE": demo_manifest("train"), "OUT.jsonl": tmp_path / "out.jsonl",
+    }  # fmt: skip
     if word in known:
         return str(known[word])
     if re.fullmatch(r"(RUN|runs/demo)/checkpoints/step-\d+", word):

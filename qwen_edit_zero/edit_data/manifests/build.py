@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from qwen_edit_zero.edit_data.manifests.formats.base import LocalFolder, Progress, Reader
+from qwen_edit_zero.edit_data.manifests.formats.base import Content, LocalFolder, Progress, Reader
 from qwen_edit_zero.edit_data.manifests.formats.jsonl import OwnLines
 from qwen_edit_zero.edit_data.manifests.index import HEADER, Header, assemble
 from qwen_edit_zero.edit_data.manifests.index_part import PartWriter
@@ -40,7 +41,7 @@ def write_part(
 ) -> None:
     """Read all rows and write them to a part of an index. Raises DataError for a mistake of the whole manifest."""
     writer = PartWriter(folder, location=location)
-    for number, content in reader.records():
+    for number, content in _read(reader, location):
         row: Row | None = None
         try:
             if isinstance(content, bytes):
@@ -56,6 +57,14 @@ def write_part(
         if on_progress and not number & 0x3FFF:
             on_progress(reader.done, reader.total)
     writer.close(lines=reader.lines, notes=reader.notes, places=reader.places)
+
+
+def _read(reader: Reader, location: str) -> Iterator[tuple[int, Content]]:
+    """The records, with what the operating system refuses told of the manifest, not of the index."""
+    try:
+        yield from reader.records()
+    except OSError as error:
+        raise DataError(f"manifest {shown(location)}: it cannot be read ({error.strerror or error})") from error
 
 
 def build_index(

@@ -29,7 +29,7 @@ class CsvTable(Reader):
     def records(self) -> Iterator[tuple[int, Content]]:
         lines = _decoded(self._folder, self._name, self)
         rows = csv.reader(lines, strict=True)
-        header = _header(next(rows, []), self._folder, self._name)
+        header = _header(rows, self._folder, self._name)
         self.notes = unused_note(set(header) - self._columns.used())
         while True:
             number = rows.line_num + 1
@@ -71,11 +71,15 @@ class CsvTable(Reader):
 
 def csv_header(folder: Folder, name: str) -> list[str]:
     """The names of the columns. Raises DataError if there are none or one stands twice."""
-    return _header(next(csv.reader(_decoded(folder, name, None), strict=True), []), folder, name)
+    return _header(csv.reader(_decoded(folder, name, None), strict=True), folder, name)
 
 
-def _header(cells: list[str], folder: Folder, name: str) -> list[str]:
+def _header(rows: Iterator[list[str]], folder: Folder, name: str) -> list[str]:
     where = f"manifest {shown(name_of(folder, name))}"
+    try:
+        cells = next(rows, [])
+    except csv.Error as error:
+        raise DataError(f"{where}: its first line is not CSV: {error}") from error
     if not any(cell.strip() for cell in cells):
         raise DataError(f"{where}: its first line is empty; a CSV begins with the names of its columns")
     twice = {cell for cell in cells if cells.count(cell) > 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -11,9 +11,11 @@ from qwen_edit_zero.edit_data.manifests.formats.base import Content, Folder, Pro
 from qwen_edit_zero.edit_data.manifests.formats.columns import ColumnMap, Columns, find_map, unused_note
 from qwen_edit_zero.edit_data.manifests.names import RowError
 from qwen_edit_zero.edit_data.wording import shown
-from qwen_edit_zero.errors import DataError
+from qwen_edit_zero.errors import DataError, QwenEditError
 
 _BATCH = 1 << 13
+
+T = TypeVar("T")
 
 
 class ParquetTables(Reader):
@@ -60,7 +62,7 @@ class ParquetTables(Reader):
                 unused |= set(table.schema_arrow.names) - self._columns.used()
                 rows = max(1, table.metadata.num_rows)
                 before = self.done
-                for number, content in self._rows(table, name):
+                for number, content in _readable(self._rows(table, name), self._folder, name):
                     self.lines += 1
                     self.done = before + size * (number + 1) // rows
                     yield self.lines, content
@@ -99,12 +101,31 @@ def _opened(folder: Folder, name: str, file: Any) -> Any:
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.ParquetFile(file)
+        return pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(
-            f"manifest {shown(name_of(folder, name))}: it is no Parquet file that can be read "
-            f"({' '.join(str(error).split())})"
-        ) from error
+        raise _unreadable(error, folder, name) from error
+
+
+def _readable(rows: Iterator[T], folder: Folder, name: str) -> Iterator[T]:
+    import pyarrow
+
+    try:
+        yield from rows
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise _unreadable(error, folder, name) from error
+
+
+def _unreadable(error: BaseException, folder: Folder, name: str) -> QwenEditError:
+    at: BaseException | None = error
+    while at is not None:  # what a store answered comes wrapped
+        if isinstance(at, QwenEditError):
+            return at
+        at = at.__cause__ or at.__context__
+    reason = " ".join(str(error).split())
+    return DataError(
+        f"manifest {shown(name_of(folder, name))}: it is no Parquet file that can be read ({reason[:200]}); "
+        "was it cut short or damaged?"
+    )
 
 
 def _layout(table: Any, columns: ColumnMap, folder: Folder, name: str) -> tuple[dict[str, str], set[str], list[str]]:
