@@ -114,6 +114,25 @@ def load_settings(
     return LoadedSettings(settings, sources)
 
 
+def load_for_manifest(manifest: str, *, overrides: Sequence[str] = ()) -> LoadedSettings:
+    """The settings by which a manifest is looked at without a recipe: defaults and `overrides`.
+
+    Raises SettingsError as `load_settings`.
+    """
+    said = parse_overrides(overrides)
+    if said.has(("data", "manifest")):
+        raise SettingsError(
+            f"{manifest} and data.manifest={said.get(('data', 'manifest'))} both name a manifest; keep one of them"
+        )
+    stated = Layer()
+    stated.put(("run", "max_steps"), 1, "default")
+    stated.lay_over(said)
+    stated.put(("data", "manifest"), manifest, "command line")
+    settings, sources = _validated(stated)
+    raise_listed(cross_field_problems(settings, sources), "settings")
+    return LoadedSettings(settings, sources)
+
+
 def _write_out(layer: Layer) -> None:
     """`precision: bf16` becomes `precision: {mode: bf16}`, so that layers can be merged."""
     for section, key in SHORT_FORMS.items():

@@ -26,8 +26,8 @@ from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
 from qwen_edit_zero.errors import DataError, SettingsError
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.training import run_folder
-from qwen_edit_zero.training.conditioning import MANIFESTS, condition, encoder_dtype, entry_kinds
-from qwen_edit_zero.training.datasets import held_out_table, training_table
+from qwen_edit_zero.training.conditioning import condition, encoder_dtype, entry_kinds
+from qwen_edit_zero.training.datasets import MANIFESTS, held_out_table, training_table
 from qwen_edit_zero.training.making import making_held_out, making_of
 from qwen_edit_zero.training.progress import LateProgress
 from qwen_edit_zero.training.texts import TrainingTexts

@@ -24,12 +24,11 @@ from qwen_edit_zero.edit_data.pictures.draws import variant_for
 from qwen_edit_zero.edit_model.encoders import ConditioningEncoder, about_latents, about_prompts
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.settings.models import Settings
-from qwen_edit_zero.training.datasets import held_out_table, training_table
+from qwen_edit_zero.training.datasets import MANIFESTS, held_out_table, training_table
 from qwen_edit_zero.training.making import making_held_out, making_of
 from qwen_edit_zero.training.progress import LateProgress
 from qwen_edit_zero.training.texts import TrainingTexts
 
-MANIFESTS = "manifests"  # folder of the cache with the indexes of manifests
 _SHOWN = 10  # refused rows of a set that are told
 
 

@@ -16,6 +16,7 @@ from qwen_edit_zero.edit_data.storage.options import StorageOptions
 from qwen_edit_zero.settings.models import Settings
 
 DEMO = "demo"
+MANIFESTS = "manifests"  # folder of the cache with the indexes of manifests
 Share = Callable[[Any], Any]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from qwen_edit_zero.edit_data.instructions.prepare import Candidates, Instructions, Tally
+from qwen_edit_zero.edit_data.instructions.prepare import Candidates, Instructions, Prepared, Tally
 from qwen_edit_zero.edit_data.manifests.samples import Sample
 from qwen_edit_zero.errors import DataError
 
@@ -28,9 +28,13 @@ class TrainingTexts:
             raise DataError(made.refusal)
         return made.texts
 
+    def prepared(self, sample: Sample) -> Prepared:
+        """A sample's instruction as it is encoded, and how it came to be."""
+        return self._candidates(sample.instruction, sample.paraphrases).prepared[0]
+
     def count(self, sample: Sample) -> None:
         """Count what was done to a sample's instruction."""
-        self.tally.add(self._candidates(sample.instruction, sample.paraphrases).prepared[0])
+        self.tally.add(self.prepared(sample))
 
     def judge(self, sample: Sample) -> None:
         """Ask the classifier, if there is one. Raises DataError if the row is refused, RunError if it fails."""
