@@ -26,6 +26,7 @@ from qwen_edit_zero.errors import DataError, StorageError
 
 _UNFINISHED = "unfinished"
 _ABANDONED_SECONDS = 24 * 3600
+_FORGOTTEN_SECONDS = 30 * 24 * 3600
 _WORTH_A_WORKER = 64 << 20  # bytes; below, starting a process takes longer than it saves
 _MOST_WORKERS = 16
 
@@ -197,6 +198,15 @@ def _size(path: Path) -> int:
         return int(path.read_text() or 0)
     except (OSError, ValueError):
         return 0
+
+
+def forget_indexes(index_folder: Path, location: str) -> None:
+    """Remove indexes of earlier contents of a manifest that no run has opened for a month."""
+    for header in index_folder.glob(f"*/{HEADER}"):
+        with suppress(OSError, ValueError):
+            is_old = time.time() - header.stat().st_mtime > _FORGOTTEN_SECONDS
+            if is_old and json.loads(header.read_text(encoding="utf-8")).get("location") == location:
+                shutil.rmtree(header.parent, ignore_errors=True)
 
 
 def _sweep(folder: Path) -> None:

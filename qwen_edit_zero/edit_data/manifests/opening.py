@@ -9,6 +9,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import xxhash
 from tqdm import tqdm
 
 from qwen_edit_zero import errors
-from qwen_edit_zero.edit_data.manifests.build import build_index, local_file
+from qwen_edit_zero.edit_data.manifests.build import build_index, forget_indexes, local_file
 from qwen_edit_zero.edit_data.manifests.formats.base import Folder, LocalFolder, Reader
 from qwen_edit_zero.edit_data.manifests.formats.columns import Columns
 from qwen_edit_zero.edit_data.manifests.formats.recognise import open_reader
@@ -135,7 +136,10 @@ def _make(
         except DataError:
             shutil.rmtree(path, ignore_errors=True)
         else:
+            with suppress(OSError):
+                os.utime(path / HEADER)  # for `forget_indexes`
             return path
+    forget_indexes(index_folder, location)
     with _Bar(f"reading {location}") as bar:
         built = build_index(
             reader,

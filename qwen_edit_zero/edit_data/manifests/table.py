@@ -63,7 +63,8 @@ class SampleTable(Sequence[Sample]):
     def __getitem__(self, number: slice) -> SampleTable: ...
     def __getitem__(self, number: int | slice) -> Sample | SampleTable:
         if isinstance(number, slice):
-            return self.take(np.arange(len(self), dtype=np.int64)[number])
+            rows = range(*number.indices(len(self)))
+            return self if rows == range(len(self)) else self.take(np.arange(rows.start, rows.stop, rows.step))
         if not -len(self) <= number < len(self):
             raise IndexError(f"sample {number} of {len(self)}")
         at = int(number) % len(self)
@@ -100,7 +101,9 @@ class SampleTable(Sequence[Sample]):
         """32 hex digits over the rows and their order; not over where they lie, their format, or any picture."""
         if self._selection is None:
             return self._index.header.fingerprint
-        return xxhash.xxh3_128(self._index.header.fingerprint.encode() + self._selection.tobytes()).hexdigest()
+        digest = xxhash.xxh3_128(self._index.header.fingerprint.encode())
+        digest.update(self._selection.data)
+        return digest.hexdigest()
 
     @property
     def categories(self) -> tuple[str, ...]:

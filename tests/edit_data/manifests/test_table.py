@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,17 @@ def test_an_index_is_made_once_for_the_same_content(tmp_path: Path, monkeypatch:
     assert len(made) == 2, "other content"
     opened(tmp_path, rows(5)[::-1], max_references=4)
     assert len(made) == 3, "read by other rules"
+
+
+def test_an_index_of_earlier_content_goes_when_nobody_has_used_it_for_a_month(tmp_path: Path) -> None:
+    first, second = Path(opened(tmp_path, rows(1)).index_folder), Path(opened(tmp_path, rows(2)).index_folder)
+    month = time.time() - 31 * 24 * 3600
+    os.utime(first / "header.json", (month, month))
+    os.utime(second / "header.json", (month, month))
+    opened(tmp_path, rows(2))
+    opened(tmp_path, rows(3))
+    assert not first.exists()
+    assert second.exists(), "it was opened a moment ago"
 
 
 @pytest.mark.parametrize("name", ["header.json", "rows-000.bin", "line.bin"])
