@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from qwen_edit_zero import cache_cli
+from qwen_edit_zero import cache_cli, check_cli
 from qwen_edit_zero import train as train_script
 from qwen_edit_zero.cluster.failure import run_guarded
 from qwen_edit_zero.settings.command_line import Parser
@@ -24,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if {*cache_cli.VERBS, "-h", "--help"} & set(given[1:2]):
             return run_guarded(lambda: cache_cli.run(given[1:], _bytes_bar))
         return train_script.main([*given[1:], "--cache-only"], prog="qwen-edit-zero cache")
+    if given[:2] == ["data", "check"]:
+        return run_guarded(lambda: check_cli.run(given[2:]))
     return run_guarded(lambda: _run(given))
 
 
@@ -110,6 +112,7 @@ def _parser() -> ArgumentParser:
     )
     verb.set_defaults(verb=_import)
     data = verbs.add_parser("data", help="look at data sets").add_subparsers(required=True, metavar="VERB")
+    data.add_parser("check", help="look at every row and picture of a data set, and report", add_help=False)
     for name, help_, described in (
         ("normalise", "show instructions before and after normalisation, with the rules", "data.normalise"),
         ("safety", "show what the word filter finds in instructions", "data.safety_rules"),

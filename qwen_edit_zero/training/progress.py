@@ -89,19 +89,22 @@ class Progress:
 class LateProgress:
     """As `Progress`, but nothing is shown of work that is done within `after_seconds`."""
 
-    def __init__(self, title: str, total: int, *, rank: int, after_seconds: float = 5.0) -> None:
-        self._title, self._total, self._rank = title, total, rank
+    def __init__(
+        self, title: str, total: int, *, rank: int, after_seconds: float = 5.0, stream: TextIO | None = None
+    ) -> None:
+        self._title, self._total, self._rank, self._stream = title, total, rank, stream
         self._begins = time.monotonic() + after_seconds
         self._done = 0
         self._shown: Progress | None = None
 
-    def advance(self, units: int = 1) -> None:
-        """Count `units` more as done."""
+    def advance(self, units: int = 1, text: str = "") -> None:
+        """Count `units` more as done; `text` says how it goes."""
+        if self._shown is None and time.monotonic() > self._begins:
+            self._shown = Progress(
+                self._title, self._total, rank=self._rank, initial=self._done, min_seconds=5.0, stream=self._stream
+            )
         if self._shown is not None:
-            self._shown.advance(units)
-        elif time.monotonic() > self._begins:
-            self._shown = Progress(self._title, self._total, rank=self._rank, initial=self._done, min_seconds=5.0)
-            self._shown.advance(units)
+            self._shown.advance(units, text)
         self._done += units
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from qwen_edit_zero.edit_data.check.summary import Summary, summarise
 from qwen_edit_zero.edit_data.manifests.table import SampleTable
 from qwen_edit_zero.edit_data.pictures.alignment import Align
 
-FINDINGS, CLEAN, PAGE = "findings.jsonl", "clean.jsonl", "report.html"
+FINDINGS, CLEAN = "findings.jsonl", "clean.jsonl"
 
 
 class Bar(Protocol):

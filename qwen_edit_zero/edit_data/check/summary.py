@@ -32,9 +32,14 @@ class Share:
 
 @dataclass
 class Histogram:
-    """Counts between edges, the last edge open."""
+    """Counts of values from each edge to the one after it, which does not belong there; the last part is open.
+
+    Attributes:
+        whole: whether the values are whole numbers.
+    """
 
     edges: tuple[float, ...]
+    whole: bool = False
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __post_init__(self) -> None:
@@ -67,8 +72,8 @@ class Summary:
     masks: int = 0
     megapixels: Histogram = field(default_factory=lambda: Histogram(_MEGAPIXELS))
     aspects: Histogram = field(default_factory=lambda: Histogram(_ASPECTS))
-    longest: Histogram = field(default_factory=lambda: Histogram(_LONGEST))
-    lengths: Histogram = field(default_factory=lambda: Histogram(_LENGTHS))
+    longest: Histogram = field(default_factory=lambda: Histogram(_LONGEST, whole=True))
+    lengths: Histogram = field(default_factory=lambda: Histogram(_LENGTHS, whole=True))
     tokens: bool = False
     rare_rows: int = 0
     rare: list[int] = field(default_factory=list)
