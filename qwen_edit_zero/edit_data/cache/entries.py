@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from qwen_edit_zero.edit_data.cache.columns import wait_for
 from qwen_edit_zero.edit_data.cache.index import EntryIndex, delete_other_indexes, make_index
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
 from qwen_edit_zero.edit_data.cache.shard import (
@@ -102,6 +103,8 @@ class Entries:
 
     def open(self, index: Path | None) -> None:
         """Map this index."""
+        if index is not None:
+            wait_for(index / "rest.npy")
         with self._lock:
             self._index = EntryIndex(index)
             self._compared = np.zeros(len(self._index.table), bool)

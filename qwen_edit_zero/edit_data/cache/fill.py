@@ -115,6 +115,7 @@ class Filler:
         self._on_error: OnError = on_error
         self._new_bar = new_bar
         self._failed: dict[bytes, str] = {}
+        self._makers = {"prompt": self._prompts, "latent": self._latents, "mask": self._masks}
 
     def make(self, share: dict[Kind, TodoList]) -> int:
         """Make these entries; returns how many were made. Not collective.
@@ -130,13 +131,19 @@ class Filler:
                 continue
             bar = self._new_bar(_TITLES[kind], len(todo))
             entries = {e.kind.kind: e for e in self._cache.kinds}[kind]
+            writing = told(self._cache.folder, "writing an entry")
             try:
-                with told(self._cache.folder, "writing an entry"), entries.writer() as writer:
-                    for key, tensor in getattr(self, f"_{kind}s")(todo):
+                with writing:
+                    writer = entries.writer()
+                with writer:
+                    for key, tensor in self._makers[kind](todo):
                         if tensor is not None:
-                            writer.put(key, tensor)
+                            with writing:
+                                writer.put(key, tensor)
                             made += 1
                         bar.advance()
+                    with writing:
+                        writer.close()
             finally:
                 bar.close()
                 self._encoders.release()

@@ -214,13 +214,17 @@ def prepare_sets(
         for job, refused in zip(jobs, found, strict=True):
             job.settle(refused, on_error)
         share = missing.share()
-        made = 0
-        failures: dict[bytes, str] = {}
-        if cache.ranks.total(sum(len(todo) for todo in share.values())):
-            rows = [job.rows() for job in jobs]
-            filler = Filler(cache, encoders, rows, on_error=on_error, new_bar=new_bar)
-            _check_room(cache, filler.bytes_of(share))
-            made = cache.ranks.total(filler.make(share))
+        lacking = cache.ranks.total(sum(len(todo) for todo in share.values()))
+        filler = Filler(
+            cache, encoders, [job.rows() for job in jobs] if lacking else [], on_error=on_error, new_bar=new_bar
+        )
+    made = 0
+    failures: dict[bytes, str] = {}
+    if lacking:  # outside of `told`: what loading a model says is not about the cache
+        _check_room(cache, filler.bytes_of(share))
+        made = cache.ranks.total(filler.make(share))
+    with told(cache.folder):
+        if lacking:
             failures = filler.failures()
             for entries in cache.kinds:
                 entries.refresh(cache.ranks)
