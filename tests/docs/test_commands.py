@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from qwen_edit_zero import cache_cli
 from qwen_edit_zero.assets import demo_manifest
 from tests.end_to_end.commands import BIN, ROOT, run
 
@@ -40,12 +41,13 @@ def finished_run(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("page", "command"), ALL, ids=[f"{p}: {c[:60]}" for p, c in ALL])
-def test_command(page: str, command: str, finished_run: Path, tmp_path: Path) -> None:
+def test_command(page: str, command: str, finished_run: Path, recipe: str, tmp_path: Path) -> None:
     words = shlex.split(command)
     while re.match(r"^[A-Z_]+=", words[0]):
         words = words[1:]
     script = next((w for w in words if w.endswith(TRAIN)), None)
-    if script or words[:2] == ["qwen-edit-zero", "train"]:
+    fills = words[:2] == ["qwen-edit-zero", "cache"] and words[2] not in cache_cli.VERBS
+    if script or words[:2] == ["qwen-edit-zero", "train"] or fills:
         arguments = words[words.index(script) + 1 :] if script else words[2:]
         ended = run("python", *arguments, *([] if "--print-settings" in words else ["--print-settings"]), cwd=ROOT)
         assert ended.status == 0, ended.text
@@ -53,7 +55,9 @@ def test_command(page: str, command: str, finished_run: Path, tmp_path: Path) ->
         targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
         assert set(words[1:]) <= targets
     elif words[0] == "qwen-edit-zero":
-        replaced = [_real(word, finished_run, tmp_path) for word in words[1:]]
+        cache = Path(recipe).parent / "cache"
+        named = {"recipes/demo.yaml": recipe, "RUN/cache": str(cache)} if words[1] == "cache" else {}
+        replaced = [named.get(word) or _real(word, finished_run, tmp_path) for word in words[1:]]
         done = subprocess.run(
             [BIN / "qwen-edit-zero", *replaced], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
         )
