@@ -8,10 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from qwen_edit_zero.cluster.collectives import from_rank_0, gather_objects
-from qwen_edit_zero.edit_data.batches.buckets import Bucket
 from qwen_edit_zero.edit_data.cache.entries import EntryKind
 from qwen_edit_zero.edit_data.cache.prepared import PreparedSet, SetSpec, prepare_sets
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
@@ -23,6 +24,7 @@ from qwen_edit_zero.edit_data.manifests.table import SampleTable
 from qwen_edit_zero.edit_data.pictures.draws import variant_for
 from qwen_edit_zero.edit_model.encoders import ConditioningEncoder, about_latents, about_prompts
 from qwen_edit_zero.edit_model.folder import ModelFolder
+from qwen_edit_zero.edit_model.sizes import PATCH, VAE_FACTOR
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.training.datasets import MANIFESTS, held_out_table, training_table
 from qwen_edit_zero.training.making import making_held_out, making_of
@@ -46,10 +48,10 @@ class TrainingData:
         """32 hex digits over what the rows say, their order and their buckets."""
         return self.prepared.fingerprint(self.samples.fingerprint)
 
-    def buckets(self) -> list[Bucket]:
-        """The different buckets, in the order of their codes."""
-        pictures = [[(height, width) for width, height in sides if width] for sides in self.prepared.buckets.tolist()]
-        return [Bucket(target, tuple(references)) for target, *references in pictures]
+    def image_tokens(self) -> npt.NDArray[np.int64]:
+        """Tokens of target and references together, of each bucket."""
+        tokens: npt.NDArray[np.int64] = self.prepared.buckets.astype(np.int64).prod(-1).sum(-1)
+        return tokens // (VAE_FACTOR * PATCH) ** 2
 
     def key_of(self, index: int, epoch: int, draw: int) -> SampleKey:
         """What is read for a sample at a draw: which variant of its pictures, which of its texts."""

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qwen_edit_zero.edit_data.batches.buckets import Bucket
 from qwen_edit_zero.edit_data.batches.cost import SampleCosts
 from qwen_edit_zero.edit_data.batches.distribution import Distribution
 from qwen_edit_zero.edit_data.batches.repeats import repeats
@@ -43,7 +42,7 @@ def sample_order(
     settings: Settings,
     *,
     bucket_codes: npt.NDArray[np.integer],
-    buckets: Sequence[Bucket],
+    image_tokens: npt.NDArray[np.int64],
     category_codes: npt.NDArray[np.int32],
     categories: Sequence[str],
     weights: npt.NDArray[np.float32],
@@ -53,7 +52,8 @@ def sample_order(
     """The order of samples.
 
     Args:
-        bucket_codes: (n,) bucket of each sample, as index in `buckets`.
+        bucket_codes: (n,) bucket of each sample, as index in `image_tokens`.
+        image_tokens: tokens of target and references together, of each bucket.
         category_codes: (n,) category of each sample, as index in `categories`; "" names those without one.
         weights: (n,) the rows' weights.
         text_tokens: (n,) length of each sample's prompt embedding, if it is known.
@@ -68,7 +68,6 @@ def sample_order(
     schedule = SampleSchedule(
         bucket_codes, seed=settings.run.seed, global_size=settings.batch.global_size, repeats=how_often
     )
-    image_tokens = np.array([bucket.image_tokens for bucket in buckets], np.int64)
     return SampleOrder(
         schedule,
         Distribution(schedule, how_often, category_codes, categories),

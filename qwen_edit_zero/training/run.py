@@ -134,7 +134,7 @@ class _Run:
         order = sample_order(
             settings,
             bucket_codes=data.prepared.bucket_codes,
-            buckets=data.buckets(),
+            image_tokens=data.image_tokens(),
             category_codes=data.samples.category_codes,
             categories=data.samples.categories,
             weights=data.samples.weights,
