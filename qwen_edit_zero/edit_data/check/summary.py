@@ -137,7 +137,7 @@ class _Shares:
 
 
 def _prepared(pictures: npt.NDArray[np.int32], area: int, align: Align) -> npt.NDArray[np.int32]:
-    return prepared_sizes(pictures, area=area, align=align).reshape(len(pictures), -1)
+    return prepared_sizes(pictures, area=area, align=align).reshape(len(pictures), 2 * pictures.shape[1])
 
 
 def _rows_counted(values: npt.NDArray[np.int32]) -> list[tuple[tuple[int, ...], int]]:
