@@ -64,7 +64,7 @@ class _Worker:
     process: BaseProcess
     connection: Connection
     piece: _Piece | None = None
-    has_worked: bool = False
+    ready: bool = False  # it has said that it can begin
 
 
 class _Crew:
@@ -104,7 +104,6 @@ class _Crew:
     def _take(self, worker: _Worker) -> None:
         piece = worker.piece
         assert piece is not None
-        worker.piece = None
         try:
             kind, value = worker.connection.recv()
         except (EOFError, OSError):
@@ -113,26 +112,25 @@ class _Crew:
         if kind == "error":
             name, text = value
             raise getattr(errors, name, RunError)(text)
-        worker.has_worked = True
+        if kind == "ready":
+            worker.ready = True
+            return
+        worker.piece = None
         self._results[piece[0]] = (piece[1], value)
 
     def _replace(self, worker: _Worker, piece: _Piece) -> None:
         """A process has ended: go on with another one, row by row, to find the row at which it did."""
         worker.process.join(5)
         how = _how(worker.process.exitcode)
-        if not worker.has_worked and piece[1] - piece[0] > 1:
-            raise RunError(
-                f"a process that examines rows ended before it had examined any ({how}); its output says why"
-            )
+        if not worker.ready:
+            raise RunError(f"a process that examines rows ended before it had begun ({how}); its output says why")
         if piece[1] - piece[0] == 1:
             self._results[piece[0]] = (piece[1], self._fatal(piece[0], how))
         else:
             for row in range(*piece):
                 heapq.heappush(self._again, (row, row + 1))
         worker.connection.close()
-        at = self._workers.index(worker)
-        self._workers[at] = self._start()
-        self._workers[at].has_worked = True
+        self._workers[self._workers.index(worker)] = self._start()
 
     def _fatal(self, row: int, how: str) -> Examined:
         sample = self._job.table[row]
@@ -164,12 +162,17 @@ class _Crew:
             worker.process.join(0.5 if worker.piece is not None else 10)
             if worker.process.is_alive():
                 worker.process.terminate()
+                worker.process.join(5)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
 
 
 def _work(connection: Connection, job: CheckJob) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process says what is to be done
     try:
         with Examiner(job) as examiner:
+            connection.send(("ready", None))
             while True:
                 try:
                     first, last = connection.recv()
