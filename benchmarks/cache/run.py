@@ -1,6 +1,6 @@
-"""How long a run with a warm cache takes to begin, and what memory: `python benchmarks/cache/run.py 10000 1000000`.
+"""How long a run with a warm cache takes to begin, and what memory: `python -m benchmarks.cache.run 10000 1000000`.
 
-Rows are synthetic, with two pictures each: hard links to one file, so that every picture must be asked about as if it
+Rows are synthetic, with two pictures each: hard links to one file a folder, so that every picture must be asked about as if it
 were one of its own, and facts with a digest of their own. Latents and embeddings are tiny; their number is the true one.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -49,13 +50,13 @@ class Bar:
 
 def make(folder: Path, rows: int) -> Path:
     """Pictures, manifest, facts and entries of so many rows."""
-    one = folder / "one.png"
-    Image.new("RGB", (1024, 768)).save(one)
     with (folder / "rows.jsonl").open("w", encoding="utf-8") as out:
         for i in range(rows):
             names = [f"{i // A_FOLDER}/{i}{part}.png" for part in "st"]
             if i % A_FOLDER == 0:
-                (folder / str(i // A_FOLDER)).mkdir()
+                one = folder / str(i // A_FOLDER) / "one.png"
+                one.parent.mkdir()
+                Image.new("RGB", (1024, 768)).save(one)
             for name in names:
                 os.link(one, folder / name)
             row = {"source": names[0], "target": names[1], "instruction": f"change the colour of thing {i} to red"}
@@ -65,10 +66,10 @@ def make(folder: Path, rows: int) -> Path:
 
 def note_facts(folder: Path, rows: int) -> None:
     """As if every picture had been read, and were another one."""
-    stamp = stamp_hash(LocalFile(folder / "one.png").stamp())
     with Facts(folder / "cache" / "facts", Ranks()) as facts:
-        for start in range(0, rows, 1 << 16):
-            numbers = range(start, min(start + (1 << 16), rows))
+        for start in range(0, rows, A_FOLDER):
+            numbers = range(start, min(start + A_FOLDER, rows))
+            stamp = stamp_hash(LocalFile(folder / str(start // A_FOLDER) / "one.png").stamp())
             names = [str(folder / f"{i // A_FOLDER}/{i}{part}.png") for i in numbers for part in "st"]
             noted = np.zeros(len(names), NAMED_FACT)
             fact = np.zeros(1, FACT)
@@ -123,8 +124,6 @@ def begin(folder: Path) -> dict[str, Any]:
 
 def measured(work: Any, *arguments: Any) -> Any:
     """Run in a process of its own, for its memory."""
-    import multiprocessing
-
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(work, arguments)
 
@@ -138,7 +137,9 @@ def prepare(folder: Path, rows: int) -> None:
 
 
 def main(counts: list[int]) -> None:
-    print("| rows | manifest | cache | samples | rows/s | peak memory | columns on disk |\n|---|---|---|---|---|---|---|")
+    print(
+        "| rows | manifest | cache | samples | rows/s | peak memory | columns on disk |\n|---|---|---|---|---|---|---|"
+    )
     for rows in counts:
         folder = Path(tempfile.mkdtemp(prefix="cache-benchmark-"))
         try:
