@@ -53,6 +53,8 @@ def export_adapter(
         if manifest.model.lora is None:
             raise CheckpointError(f"{checkpoint} holds no adapter: its run had no model.lora. Leave out {option}")
         require_kind(reader, kind)
+        if manifest.model.folder is not None:
+            folder.spare(manifest.model.folder)
         folder.make_room(None, sum(4 * prod(reader.shape(name, kind)) for name in reader.names(kind)))
         with folder.writing():
             folder.partial.mkdir()

@@ -86,6 +86,8 @@ def consolidate(
     with claim(out, checkpoint, overwrite=overwrite, say=say) as folder, CheckpointReader(checkpoint) as reader:
         manifest = reader.manifest
         base = _open_base(manifest.model, base_model, components, open_model)
+        if (trained_from := base.path if base else manifest.model.folder) is not None:
+            folder.spare(trained_from)
         sources = Sources(reader)
         kind = EMA if weights == "ema" else PARAM
         try:
@@ -153,6 +155,8 @@ def _consolidate_foreign(
     try:
         with claim(out, state.path, overwrite=overwrite, say=say) as folder, ForeignSource(state) as opened:
             base = open_model(str(base_model)) if base_model else None
+            if base is not None:
+                folder.spare(base.path)
             stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in state.files]
             job = _Job(
                 source=f"{state.path.resolve()} {stats} {base.fingerprint if base else ''}",

@@ -28,6 +28,18 @@ class OutFolder:
         self.partial = path.with_name(f".{path.name}.partial")
         self.keep_after_failure = False
 
+    def spare(self, model: Path) -> None:
+        """Refuse to replace the model folder that the run was trained from: it could not go on without, nor be merged.
+
+        Raises CheckpointError.
+        """
+        if self.path.is_dir() and model.resolve().is_relative_to(self.path):
+            where = "is" if model.resolve() == self.path else "holds"
+            raise CheckpointError(
+                f"{self.path} {where} the model that the checkpoint was trained from, which is needed to go on from it "
+                "or to consolidate it again; choose a new folder"
+            )
+
     def make_room(self, keep: Path | None, need: int) -> None:
         """Empty `partial`, but for `keep`, a folder in it or itself; StorageError unless `need` bytes are free then."""
         try:

@@ -95,6 +95,11 @@ class ModelReference(_Record):
     lora: LoraReference | None = None
 
     @property
+    def folder(self) -> Path | None:
+        """Where the model was when the checkpoint was written; None for the built-in one."""
+        return Path(self.path) if Path(self.path).is_absolute() else None
+
+    @property
     def all_stored(self) -> bool:
         """Whether the checkpoint has all weights, so that the model folder's are not needed."""
         return self.frozen_stored or not self.frozen

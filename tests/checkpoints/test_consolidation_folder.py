@@ -18,6 +18,7 @@ from qwen_edit_zero.checkpoints.consolidate import consolidate
 from qwen_edit_zero.checkpoints.consolidation_journal import JOURNAL
 from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
 from qwen_edit_zero.errors import CheckpointError, ModelFolderError, StorageError
+from tests.checkpoints.trained_run import FROZEN, Weights, reference, save_weights
 
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
 
@@ -66,6 +67,22 @@ def test_what_is_there_is_not_overwritten_by_accident(run: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match="lies inside the checkpoint"):
         again(run / "checkpoints" / "step-00000003" / "out", overwrite=False)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "out"]
+
+
+def test_the_model_that_was_trained_from_is_not_overwritten(
+    run: Path, base: ModelFolder, trained: Weights, tmp_path: Path
+) -> None:
+    out = _write(run, tmp_path / "model", components="copy")  # which the next run trains from
+    model = reference(open_model_folder(str(out)), path=str(out))
+    save_weights(tmp_path / "run" / "checkpoints", {n: w for n, w in trained.items() if n not in FROZEN}, model)
+    before = (out / WEIGHTS).stat().st_ino
+    for options in ({}, {"base_model": out}):
+        with pytest.raises(CheckpointError, match=r"model is the model that the checkpoint was trained from"):
+            _write(tmp_path / "run", out, overwrite=True, **options)
+    assert (out / WEIGHTS).stat().st_ino == before
+    shutil.copytree(out, tmp_path / "kept")
+    _write(tmp_path / "run", out, overwrite=True, base_model=tmp_path / "kept")
+    assert (out / WEIGHTS).stat().st_ino != before
 
 
 def test_a_second_call_is_refused_while_one_writes(run: Path, tmp_path: Path) -> None:
