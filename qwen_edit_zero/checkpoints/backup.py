@@ -48,10 +48,11 @@ class BackupPlace(Protocol):
 
 
 class FolderBackup:
-    """A folder of this machine's file system."""
+    """A folder of this machine's file system. Once it was there, it must stay: it is not made anew for a copy."""
 
     def __init__(self, path: Path) -> None:
         self.name, self._path = str(path), path
+        self._was_there = path.is_dir()
 
     def probe(self) -> None:
         """See `BackupPlace`."""
@@ -69,7 +70,13 @@ class FolderBackup:
 
     def copy(self, checkpoint: Path) -> str:
         """See `backup_checkpoint`."""
-        return str(backup_checkpoint(checkpoint, self._path))
+        if self._was_there and not self._path.is_dir():  # an empty mount point would fill another disk
+            raise StorageError(
+                f"{self._path} is no longer there: it was deleted or moved, or its file system is not mounted any more"
+            )
+        copy = str(backup_checkpoint(checkpoint, self._path))
+        self._was_there = True
+        return copy
 
 
 def probe_failed(name: str, why: str) -> SettingsError:
@@ -83,8 +90,13 @@ def probe_failed(name: str, why: str) -> SettingsError:
 def backup_of_run(destination: str, checkpoints: Path) -> BackupPlace:
     """Where `checkpoint.backup` puts copies of the checkpoints in RUN/checkpoints: DESTINATION/RUN.
 
-    Raises SettingsError as `open_backup` does, and if destination and `checkpoints` are not apart.
+    Raises SettingsError as `open_backup` does, if destination and `checkpoints` are not apart, and for `memory://`.
     """
+    if urlsplit(destination.rpartition("::")[2]).scheme == "memory":
+        raise SettingsError(
+            f"checkpoint.backup {destination} is the memory of this process, which ends with it, so it keeps no copy. "
+            "Give a folder on another disk, or the URL of an object store"
+        )
     folder = _as_folder(destination)
     if folder is not None:
         there, here = folder.resolve(), checkpoints.resolve()

@@ -102,8 +102,17 @@ def hidden_folders(folder: Path) -> list[Hidden]:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """Folders named as checkpoints, oldest step first, whether they are valid or not. Raises CheckpointError."""
+    """Folders named as checkpoints, oldest step first, whether they are valid or not; none if there is no such folder.
+
+    Raises CheckpointError if it cannot be looked into, or is something else: a link to a disk that has gone, a file.
+    """
     if not folder.is_dir():
+        if folder.is_symlink():
+            raise CheckpointError(
+                f"{folder} is a link to {folder.readlink()}, which is no folder now: is its file system mounted?"
+            )
+        if folder.exists():
+            raise CheckpointError(f"{folder} is a file, where checkpoints would be; move it away")
         return []
     steps = {int(m[1]): p for p in _entries(folder) if (m := _STEP.fullmatch(p.name)) and p.is_dir()}
     for hidden in hidden_folders(folder):

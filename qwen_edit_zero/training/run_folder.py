@@ -14,6 +14,7 @@ RUN/cache/            latents and embeddings, unless data.cache_dir says otherwi
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import time
@@ -48,8 +49,10 @@ def take(folder: Path) -> RunLock:
     """Make the run folder and hold it against other runs. For rank 0 only. Raises SettingsError."""
     with _understood(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        if os.statvfs(folder).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
         if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "Permission denied", str(folder))
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
         return RunLock(folder)
 
 

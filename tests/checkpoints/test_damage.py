@@ -125,6 +125,16 @@ def test_a_run_without_checkpoints_has_none(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
 
 
+def test_a_link_to_a_disk_that_has_gone_is_not_taken_for_a_run_without_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"is a link to .*/gone, which is no folder now: is its file system"):
+        latest_checkpoint(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").unlink()
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(CheckpointError, match="is a file, where checkpoints would be; move it away"):
+        latest_checkpoint(tmp_path / "checkpoints")
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [

@@ -233,11 +233,12 @@ def test_a_damaged_copy_is_replaced(tmp_path: Path) -> None:
 
 
 def test_runs_that_share_a_backup_have_a_folder_each(tmp_path: Path) -> None:
+    fsspec.register_implementation("bucket", _Bucket, clobber=True)
     for run in ("one", "other"):
         folder = tmp_path / "runs" / run / "checkpoints"
         path = save(folder, 4)
         assert backup_of_run(str(tmp_path / "b"), folder).copy(path) == str(tmp_path / "b" / run / "step-00000004")
-        assert backup_of_run("memory://b", folder).copy(path) == f"memory://b/{run}/step-00000004"
+        assert backup_of_run("bucket://b", folder).copy(path) == f"bucket://b/{run}/step-00000004"
 
 
 @pytest.mark.parametrize(
@@ -263,6 +264,26 @@ def test_a_backup_in_the_place_of_the_checkpoints_is_refused(given: str, how: st
 def test_a_file_url_of_another_machine_is_refused() -> None:
     with pytest.raises(SettingsError, match="names the host backups, but file:// is for this machine"):
         open_backup("file://backups/runs")
+
+
+@pytest.mark.parametrize("url", ["memory://", "memory://b/runs", "dir::memory://b"])
+def test_so_is_the_memory_of_the_process(url: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="is the memory of this process, which ends with it"):
+        backup_of_run(url, tmp_path / "run" / "checkpoints")
+
+
+def test_a_backup_folder_that_has_gone_is_not_made_anew(tmp_path: Path) -> None:
+    path = save(tmp_path / "run", 4)
+    for name in ("found", "made"):
+        (tmp_path / name / ("demo" if name == "found" else "")).mkdir(parents=True)
+        place = open_backup(str(tmp_path / name), "demo")
+        if name == "made":
+            place.copy(path)
+        (tmp_path / name).rename(tmp_path / f"{name}-unmounted")
+        (tmp_path / name).mkdir()  # the mount point that is left
+        with pytest.raises(StorageError, match=r"demo is no longer there: .*not mounted any more"):
+            place.copy(path)
+        assert _names(tmp_path / name) == []
 
 
 def test_so_is_a_roundabout_name_for_a_folder(tmp_path: Path) -> None:
