@@ -1,7 +1,8 @@
 """How long a run with a warm cache takes to begin, and what memory: `python -m benchmarks.cache.run 10000 1000000`.
 
-Rows are synthetic, with two pictures each: hard links to one file a folder, so that every picture must be asked about as if it
-were one of its own, and facts with a digest of their own. Latents and embeddings are tiny; their number is the true one.
+Rows are synthetic, with two pictures each: hard links to one file a folder, so that every picture must be asked about
+as if it were one of its own, and facts with a digest of their own. Latents and embeddings are tiny; their number is the
+true one.
 """
 
 from __future__ import annotations

@@ -281,7 +281,8 @@ def _join_refused(parts: Sequence[Path], first_lines: Sequence[int], out: Path) 
 
 def _column(folder: Path, name: str) -> npt.NDArray[Any]:
     path, dtype = folder / f"{name}.bin", _DTYPES.get(name, "<u8")
-    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+    # A plain view of the map: looking values up in the subclass takes several times as long.
+    return np.asarray(np.memmap(path, dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
