@@ -138,7 +138,7 @@ class Index:
     def _map(self, name: str, dtype: str) -> npt.NDArray[Any]:
         if self.header.files[name] == 0:
             return np.empty(0, dtype)
-        return np.memmap(self.folder / name, dtype, mode="r")
+        return np.asarray(np.memmap(self.folder / name, dtype, mode="r"))  # plain: the subclass is slow to look up in
 
 
 def assemble(parts: Sequence[Path], out: Path, header: Header) -> None:
@@ -281,8 +281,7 @@ def _join_refused(parts: Sequence[Path], first_lines: Sequence[int], out: Path) 
 
 def _column(folder: Path, name: str) -> npt.NDArray[Any]:
     path, dtype = folder / f"{name}.bin", _DTYPES.get(name, "<u8")
-    # A plain view of the map: looking values up in the subclass takes several times as long.
-    return np.asarray(np.memmap(path, dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:
