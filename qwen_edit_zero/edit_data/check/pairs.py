@@ -5,6 +5,8 @@ Both are brought to one small grid first, which takes out noise and the traces o
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
@@ -27,11 +29,11 @@ _GRID = 256  # cells of the longer side
 _LEAST_SHIFT, _LEAST_AT_EDGE = 0.5, 0.75  # cells that content must be shifted, or lie apart at the edges by zoom
 _COARSE = 4  # cells of the grid, each way, over which colours are averaged: JPEG stores them blurred
 _CLEARLY = 10  # levels of difference
-_BLOCK = 64  # cells; side of the parts that are laid on each other
-_STEP = 48
+_BLOCK, _SMALL_BLOCK = 64, 32  # cells; side of the parts that are laid on each other; the latter on small grids
+_SMALL_GRID = 192
 _PLAIN = 3.0  # levels of spread under which a part cannot be placed
 _LEAST_PEAK = 0.12  # of the correlation of two parts, under which they show different things
-_FAR = 16.0  # cells; what lies further away is not found
+_FAR = 0.25  # of a part's side; what lies further away is not found
 _TOGETHER = 0.35  # cells by which parts may be off the common movement
 _LEAST_PARTS, _LEAST_SHARE = 6, 0.5  # of the parts with something in them, that must move alike
 
@@ -67,22 +69,23 @@ def movement(one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> tu
     """
     height, width = one.shape
     nothing = (float("nan"),) * 3
-    if min(width, height) < _BLOCK:
+    block = _BLOCK if max(width, height) > _SMALL_GRID else _SMALL_BLOCK
+    if min(width, height) < block:
         return nothing
-    places = [(top, left) for top in _starts(height) for left in _starts(width)]
-    parts = np.stack([[p[t : t + _BLOCK, a : a + _BLOCK] for t, a in places] for p in (one, other)])
+    places = [(top, left) for top in _starts(height, block) for left in _starts(width, block)]
+    parts = np.stack([[p[t : t + block, a : a + block] for t, a in places] for p in (one, other)])
     parts = parts - parts.mean((2, 3), keepdims=True)
     told = (parts.std((2, 3)) > _PLAIN).all(0)
     if told.sum() < _LEAST_PARTS:
         return nothing
     moves, peaks = _phase_shifts(parts[0, told], parts[1, told])
-    centres = np.array(places, np.float64)[told] + _BLOCK / 2 - np.array([height, width]) / 2
-    good = (peaks > _LEAST_PEAK) & (np.abs(moves).max(1) < _FAR)
+    centres = np.array(places, np.float64)[told] + block / 2 - np.array([height, width]) / 2
+    good = (peaks > _LEAST_PEAK) & (np.abs(moves).max(1) < _FAR * block)
     least = max(_LEAST_PARTS, _LEAST_SHARE * told.sum())
     if good.sum() < least:
         return nothing
     moves, centres = moves[good], centres[good]
-    inside = np.abs(moves - np.median(moves, 0)).max(1) < _FAR / 4
+    inside = np.abs(moves - np.median(moves, 0)).max(1) < _FAR * block / 4
     shift, zoom = np.zeros(2), 0.0
     for _ in range(4):
         if inside.sum() < least:
@@ -102,18 +105,20 @@ def _phase_shifts(
     one: npt.NDArray[np.float32], other: npt.NDArray[np.float32]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """((n, 2) shifts (down, right) of the parts of `other`, (n,) heights of the peaks, 1 for equal parts)."""
-    cross = np.fft.rfft2(other * _WINDOW) * np.conj(np.fft.rfft2(one * _WINDOW))
-    cross = cross / np.maximum(np.abs(cross), 1e-6) * _SMOOTH
-    found = np.fft.irfft2(cross, s=(_BLOCK, _BLOCK)) / _HIGHEST
+    block = one.shape[-1]
+    window, smooth, highest = _filters(block)
+    cross = np.fft.rfft2(other * window) * np.conj(np.fft.rfft2(one * window))
+    cross = cross / np.maximum(np.abs(cross), 1e-6) * smooth
+    found = np.fft.irfft2(cross, s=(block, block)) / highest
     n = len(found)
     at = found.reshape(n, -1).argmax(1)
-    rows, columns = at // _BLOCK, at % _BLOCK
+    rows, columns = at // block, at % block
     each = np.arange(n)
     peaks = found[each, rows, columns]
-    down = rows + _vertex(found[each, rows - 1, columns], peaks, found[each, (rows + 1) % _BLOCK, columns])
-    right = columns + _vertex(found[each, rows, columns - 1], peaks, found[each, rows, (columns + 1) % _BLOCK])
+    down = rows + _vertex(found[each, rows - 1, columns], peaks, found[each, (rows + 1) % block, columns])
+    right = columns + _vertex(found[each, rows, columns - 1], peaks, found[each, rows, (columns + 1) % block])
     moves = np.stack([down, right], 1)
-    return (moves + _BLOCK / 2) % _BLOCK - _BLOCK / 2, peaks
+    return (moves + block / 2) % block - block / 2, peaks
 
 
 def _vertex(
@@ -134,9 +139,20 @@ def _fit(moves: npt.NDArray[np.float64], centres: npt.NDArray[np.float64]) -> tu
     return mean - zoom * middle, zoom
 
 
-def _starts(length: int) -> list[int]:
-    count = max(1, round((length - _BLOCK) / _STEP) + 1)
-    return [round(i * (length - _BLOCK) / max(1, count - 1)) for i in range(count)]
+def _starts(length: int, block: int) -> list[int]:
+    """Where parts begin: each covers about a quarter of the next."""
+    count = max(1, round((length - block) / (0.75 * block)) + 1)
+    return [round(i * (length - block) / max(1, count - 1)) for i in range(count)]
+
+
+@functools.cache
+def _filters(block: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], float]:
+    """What a part is faded out by at its edges, what of its frequencies counts, and the highest peak there is then."""
+    hann = np.hanning(block + 2)[1:-1].astype(np.float32)
+    cycles = np.hypot(np.fft.fftfreq(block)[:, None], np.fft.rfftfreq(block)[None, :])
+    smooth = np.exp(-((cycles / 0.18) ** 2)).astype(np.float32)  # the finest detail is mostly noise
+    highest = float(np.fft.irfft2(smooth.astype(np.complex128), s=(block, block))[0, 0])
+    return np.outer(hann, hann), smooth, highest
 
 
 def _grid(one: Box, other: Box) -> tuple[int, int]:
@@ -160,10 +176,3 @@ def _coarse(picture: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 def _grey(picture: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return np.asarray(picture @ np.array([0.299, 0.587, 0.114], np.float32))
-
-
-_hann = np.hanning(_BLOCK + 2)[1:-1].astype(np.float32)
-_WINDOW = np.outer(_hann, _hann)
-_cycles = np.hypot(np.fft.fftfreq(_BLOCK)[:, None], np.fft.rfftfreq(_BLOCK)[None, :])
-_SMOOTH = np.exp(-((_cycles / 0.18) ** 2)).astype(np.float32)  # the finest detail is mostly noise
-_HIGHEST = float(np.fft.irfft2(_SMOOTH.astype(np.complex128), s=(_BLOCK, _BLOCK))[0, 0])
