@@ -1,0 +1,30 @@
+"""Nodes, Slurm and MPI for the tests of this folder; skipped in one line where this machine cannot have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.lab import missing
+from tests.cluster.lab.nodes import Nodes
+from tests.cluster.lab.slurm import Slurm
+
+
+@pytest.fixture(scope="session")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Eight nodes, node1 to node8, which reach each other by ssh without a password."""
+    if lacking := missing.nodes():
+        pytest.skip(lacking)
+    with Nodes(tmp_path_factory.mktemp("nodes") / "lab", [f"node{number}" for number in range(1, 9)]) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def slurm(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Slurm:
+    """Slurm on the first three nodes, each with 96 processors and 8 GPUs by name."""
+    if lacking := missing.packages(missing.SLURM):
+        pytest.skip(lacking)
+    cluster = Slurm(nodes, tmp_path_factory.mktemp("slurm") / "lab", 3)
+    cluster.start()
+    return cluster
