@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import TextIO
@@ -41,7 +42,8 @@ class Progress:
         self._active = rank == 0
         self._started = time.monotonic()
         self._last_line = -min_seconds
-        terminal = self._active and self._stream.isatty()
+        # Open MPI gives ranks a terminal of its own making and copies what they write, redrawn bars included
+        terminal = self._active and self._stream.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
         self._bar = (
             tqdm(total=total, initial=initial, desc=title, file=self._stream, dynamic_ncols=True, leave=True)
             if terminal
