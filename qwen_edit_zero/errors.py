@@ -9,10 +9,15 @@
     |   `-- CheckpointError      a checkpoint that is missing, damaged or does not fit this run
     `-- RunError                 exit status 1: the run itself cannot go on
         |-- DivergenceError      loss or gradients stayed non-finite
+        |-- FencedError          a newer run has taken over the run folder
         `-- StorageError         disk full, folder vanished or read-only while running
+
+A run that was asked to end, and saved, ends with START_AGAIN.
 
 Every message says what was found, where (file, line, key, rank), why it cannot be, and what to do.
 """
+
+START_AGAIN = 75  # exit status EX_TEMPFAIL: nothing is wrong with the run; the same command goes on
 
 
 class QwenEditError(Exception):
@@ -57,3 +62,7 @@ class DivergenceError(RunError):
 
 class StorageError(RunError):
     """Writing failed: disk full, folder vanished or read-only."""
+
+
+class FencedError(RunError):
+    """Another start has taken over the run folder; this one may write nothing into it any more."""

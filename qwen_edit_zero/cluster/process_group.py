@@ -42,7 +42,9 @@ def start(identity: Identity, *, timeout_seconds: int, device: str = "auto") -> 
     try:
         store = _meet(identity, timeout_seconds)
         if identity.world_size > 1:
-            failure.watch(connect(identity, serve=False, seconds=MEETING_SECONDS), identity.rank)
+            watching = connect(identity, serve=False, seconds=MEETING_SECONDS)
+            failure.watch(watching, identity.rank, identity.world_size)
+            failure.know_first_host(identity.master_addr)
         dist.init_process_group(
             backend,
             store=PrefixStore("ranks", store),

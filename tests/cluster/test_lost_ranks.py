@@ -15,10 +15,12 @@ from tests.ranks import free_port
 ROOT = Path(__file__).parents[2]
 PROGRAM = textwrap.dedent(
     """
-    import os, signal, sys, time
+    import os, signal, socket, sys, time
     sys.path.insert(0, sys.argv[1])
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    from qwen_edit_zero.cluster import failure
     from qwen_edit_zero.cluster.failure import run_guarded
+    from qwen_edit_zero.cluster.pulse import position
     from qwen_edit_zero.cluster.identity import discover
     from qwen_edit_zero.errors import SettingsError
 
@@ -31,6 +33,14 @@ PROGRAM = textwrap.dedent(
         import torch, torch.distributed as dist
         dist.all_reduce(torch.ones(1))  # both have met
         dist.barrier()
+        position.begin(37)
+        position.at("forward and backward of micro-batch 2")
+        failure.at_end(failure.LastWords(lambda f: None, lambda f: f"ended with status {f.status}", lambda text: None))
+        time.sleep(3)  # a sign of life tells of it
+        failure.expect_signs_within(5)
+        if sys.argv[2] == f"freeze {identity.rank}":
+            print("frozen", os.getpid(), flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
         if sys.argv[2] == f"kill {identity.rank}":
             os.kill(os.getpid(), signal.SIGKILL)
         if sys.argv[2] == "kill 0":
@@ -61,7 +71,12 @@ def run(tmp_path: Path, case: str) -> tuple[list[int], str, float]:
         for r in range(2)
     ]
     try:
-        text = "".join(rank.communicate(timeout=100)[0] for rank in ranks)
+        outputs = {r: rank.communicate(timeout=100)[0] for r, rank in enumerate(ranks) if case != f"freeze {r}"}
+        for r, rank in enumerate(ranks):
+            if r not in outputs:
+                rank.kill()  # as a launcher does, if its brother has not
+                outputs[r] = rank.communicate(timeout=10)[0]
+        text = "".join(outputs.values())
     finally:
         for rank in ranks:
             rank.kill()
@@ -80,10 +95,13 @@ def test_a_rank_that_waits_to_meet_another_is_freed_when_that_one_has_failed(tmp
     assert seconds < 60
 
 
-def test_a_killed_rank_is_told_in_words(tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_with_its_step(tmp_path: Path) -> None:
     statuses, text, seconds = run(tmp_path, "kill 1")
     assert statuses == [1, -signal.SIGKILL]
-    assert "another rank ended without a word" in text
+    lines = text.splitlines()
+    assert lines[-2].startswith("error on rank 1 (")
+    assert "at step 37: it ended without a word (killed, or out of memory?)" in lines[-2]
+    assert lines[-1] == "ended with status 1"
     assert "Traceback" not in text
     assert seconds < 60
 
@@ -92,6 +110,22 @@ def test_the_end_of_rank_0_ends_ranks_that_are_busy(tmp_path: Path) -> None:
     statuses, text, seconds = run(tmp_path, "kill 0")
     assert statuses == [-signal.SIGKILL, 1], text
     assert "lost contact with rank 0" in text
+    assert text.splitlines()[-1] == "ended with status 1"
+    assert seconds < 60
+
+
+def test_a_frozen_rank_is_named_and_ended(tmp_path: Path) -> None:
+    statuses, text, seconds = run(tmp_path, "freeze 1")
+    assert statuses == [1, -signal.SIGKILL], text
+    assert "error on rank 1 (" in text
+    assert "at step 37: it has given no sign of life for 5 s (last: forward and backward of micro-batch 2)" in text
+    assert seconds < 60
+
+
+def test_a_frozen_rank_0_whose_store_says_nothing_is_missed(tmp_path: Path) -> None:
+    statuses, text, seconds = run(tmp_path, "freeze 0")
+    assert statuses[1] == 1, text
+    assert "lost contact with rank 0 (127.0.0.1), which has not answered for 5 s: it is frozen" in text
     assert seconds < 60
 
 
