@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,7 +22,10 @@ import numpy.typing as npt
 
 from qwen_edit_zero.edit_data.cache.locks import is_abandoned, try_lock
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
-from qwen_edit_zero.edit_data.cache.sorted_table import Keys, Records, SortedTable, as_keys, write_table
+from qwen_edit_zero.edit_data.cache.sorted_table import Keys, Records, SortedTable, as_keys, write_in_parts
+
+_IN_A_PART = 1 << 20  # records sorted at once
+_SCANNED = 1 << 18
 
 
 class Notes:
@@ -116,19 +120,36 @@ class Notes:
 
     def _merge(self, tables: Path, base: Path | None, added: list[Path]) -> Path:
         """A table of `base` and of these files; of records with one key that of the newest file counts."""
-        keys, records = [], []
-        if base is not None:
-            table = SortedTable(base, self._record)
-            keys.append(table.keys)
-            records.append(np.array(table.records))
-        for path in sorted(added, key=lambda p: p.stat().st_mtime_ns):
-            data = path.read_bytes()
-            part = np.frombuffer(data[: len(data) // self._noted.itemsize * self._noted.itemsize], self._noted)
-            keys.append(as_keys(part["key"]))
-            records.append(part["record"])
         number = int(base.name.split("-")[0]) + 1 if base is not None else 0
         path = tables / f"{number:08d}-{uuid.uuid4().hex[:8]}"
-        return write_table(path, np.concatenate(keys), np.concatenate(records))
+        return write_in_parts(path, self._record, self._merged(base, added))
+
+    def _merged(self, base: Path | None, added: list[Path]) -> Iterator[tuple[Keys, Records]]:
+        """Keys and records of all, in parts of about a million, by the upper bits of the keys."""
+        table = SortedTable(base, self._record)
+        news = [self._mapped(path) for path in sorted(added, key=lambda p: p.stat().st_mtime_ns)]
+        bits = ((len(table) + sum(map(len, news))) // _IN_A_PART).bit_length()
+        for upper in range(1 << bits):
+            low, high = upper << (64 - bits), (upper + 1) << (64 - bits)
+            start = int(np.searchsorted(table.high, np.uint64(low)))
+            end = len(table) if high >> 64 else int(np.searchsorted(table.high, np.uint64(high)))
+            keys = [np.stack([table.high[start:end], table.low[start:end]], axis=1)]
+            records = [np.array(table.records[start:end])]
+            for new in news:
+                for at in range(0, len(new), _SCANNED):
+                    part = np.array(new[at : at + _SCANNED])
+                    part_keys = as_keys(part["key"])
+                    if bits:
+                        chosen = part_keys[:, 0] >> np.uint64(64 - bits) == np.uint64(upper)
+                        part, part_keys = part[chosen], part_keys[chosen]
+                    keys.append(part_keys)
+                    records.append(part["record"])
+            yield np.concatenate(keys), np.concatenate(records)
+
+    def _mapped(self, path: Path) -> Records:
+        """The whole records of a file of new notes."""
+        count = path.stat().st_size // self._noted.itemsize
+        return np.memmap(path, self._noted, "r", shape=(count,)) if count else np.zeros(0, self._noted)
 
     def _last(self, tables: Path) -> Path | None:
         """The newest table that can be opened."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,19 +109,37 @@ def write_table(folder: Path, keys: Keys, records: Records, files: Mapping[str, 
 
     Raises OSError.
     """
-    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys keep their order
-    ordered = keys[order]
-    last = np.ones(len(order), bool)
-    last[:-1] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    order = order[last]
-    rest = np.empty(len(order), _rest_type(records.dtype))
-    rest["low"] = keys[order, 1]
-    rest["record"] = records[order]
+    return write_in_parts(folder, records.dtype, [(keys, records)], files)
+
+
+def write_in_parts(
+    folder: Path,
+    record: np.dtype[np.void],
+    parts: Iterable[tuple[Keys, Records]],
+    files: Mapping[str, str] = {},
+) -> Path:
+    """As `write_table`, of a table that comes in parts, which is in memory a part at a time.
+
+    Args:
+        parts: keys and records in any order; each key of a part is over all those of the parts before.
+
+    Raises OSError.
+    """
     temporary = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
     temporary.mkdir(parents=True)
     try:
-        np.save(temporary / "high.npy", keys[order, 0])
-        np.save(temporary / "rest.npy", rest)
+        rows = 0
+        with (temporary / "high").open("wb") as high, (temporary / "rest").open("wb") as rest:
+            for keys, records in parts:
+                order = _last_of_each(keys)
+                values = np.empty(len(order), _rest_type(record))
+                values["low"] = keys[order, 1]
+                values["record"] = records[order]
+                keys[order, 0].tofile(high)
+                values.tofile(rest)
+                rows += len(order)
+        _as_npy(temporary / "high", np.dtype(np.uint64), rows)
+        _as_npy(temporary / "rest", _rest_type(record), rows)
         for name, text in files.items():
             (temporary / name).write_text(text, encoding="utf-8")
         os.rename(temporary, folder)
@@ -129,6 +148,24 @@ def write_table(folder: Path, keys: Keys, records: Records, files: Mapping[str, 
         if not folder.is_dir():
             raise
     return folder
+
+
+def _last_of_each(keys: Keys) -> npt.NDArray[np.int64]:
+    """Positions of the different keys, sorted by key; of equal ones the last."""
+    order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys keep their order
+    ordered = keys[order]
+    last = np.ones(len(order), bool)
+    last[:-1] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    return np.asarray(order[last])
+
+
+def _as_npy(path: Path, dtype: np.dtype[Any], rows: int) -> None:
+    """Make a .npy of a file of values, which is deleted."""
+    with path.with_suffix(".npy").open("wb") as out, path.open("rb") as values:
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (rows,)}
+        np.lib.format.write_array_header_1_0(out, header)
+        shutil.copyfileobj(values, out, 16 << 20)
+    path.unlink()
 
 
 def _rest_type(record: np.dtype[np.void]) -> np.dtype[np.void]:
