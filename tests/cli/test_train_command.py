@@ -19,7 +19,7 @@ SCRIPT = ROOT / "qwen_edit_zero/train.py"
 
 
 def test_without_arguments_the_demo_goes_on_from_its_newest_checkpoint() -> None:
-    assert parse_train_arguments([]) == TrainArguments(None, None, None, "auto", False, False, False, (), None)
+    assert parse_train_arguments([]) == TrainArguments(None, None, None, "auto", False, False, False, False, (), None)
 
 
 def test_arguments_may_come_in_any_order() -> None:
