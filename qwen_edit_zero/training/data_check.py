@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from qwen_edit_zero.edit_data.cache.locks import CacheLock
 from qwen_edit_zero.edit_data.check.checking import Asked, Checked, check_table
 from qwen_edit_zero.edit_data.check.page import write_page
 from qwen_edit_zero.edit_data.check.rules import RowRules
@@ -123,7 +124,8 @@ def run_check(command: CheckCommand, say: Callable[[str], None] = print) -> int:
         workers=command.workers,
     )
     try:
-        checked = check_table(asked, lambda title, total: _Bar(title, total))
+        with CacheLock(cache, exclusive=False):  # nobody deletes there meanwhile
+            checked = check_table(asked, lambda title, total: _Bar(title, total))
         page = write_page(checked, _told_settings(settings, note))
     except OSError as error:
         raise StorageError(
