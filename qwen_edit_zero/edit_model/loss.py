@@ -47,8 +47,8 @@ def flow_losses(
 def token_weights(mask: torch.Tensor, mask_weight: float) -> torch.Tensor:
     """(B, h/2 * w/2) fp32: loss weight of each target token, 1 + (mask_weight - 1) m, scaled to mean 1 over a sample.
 
-    m is the mask's mean over the token's 2x2 cells. Scaled, because a sample's whole weight must not depend on how large
-    its edit is. Where the mask is even, all 0 or all 1, every token weighs 1.
+    m is the mask's mean over the token's 2x2 cells. Scaled, because a sample's whole weight must not depend on how
+    large its edit is. Where the mask is even, all 0 or all 1, every token weighs 1.
     """
     tokens = pack(mask.float()[:, None].expand(-1, 4, -1, -1)).mean(dim=2)
     weights = 1 + (mask_weight - 1) * tokens

@@ -96,7 +96,7 @@ class DataSettings(Section):
     max_samples: Positive | None = None  # use the first so many rows only, for trials; None: all
     on_error: Literal["stop", "skip"] = "stop"  # what a bad sample does
     storage: StorageSettings = StorageSettings()  # how pictures on object stores are fetched
-    # of categories in an epoch; sqrt: by roots of sizes; uniform: all alike; {name: n}: n times as often as unnamed ones
+    # of categories in an epoch; sqrt: by roots of sizes; uniform: all alike; {name: n}: n times as often as others
     balance: Literal["none", "sqrt", "uniform"] | dict[str, Annotated[float, Field(gt=0)]] = "none"
     weights: Literal["loss", "repeat"] = "loss"  # of rows: factors of the loss, or how often they come in an epoch
     workers: Positive = 2  # threads a rank that read latents and embeddings while the step before is computed

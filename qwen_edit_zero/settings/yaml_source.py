@@ -135,8 +135,8 @@ def read_yaml(path: Path, *, shown: str) -> Layer:
 def parse_with_places(text: str, *, shown: str, most_values: int) -> tuple[Any, dict[tuple[str, ...], str]]:
     """The plain value of one YAML document, and `shown`:line of every key and list item in it, by its path.
 
-    Raises SettingsError naming `shown`:line, also if there are more than `most_values` values, which aliases may make of
-    few lines.
+    Raises SettingsError naming `shown`:line, also if there are more than `most_values` values, which aliases may make
+    of few lines.
     """
     return _build(text, shown, most_values)
 

@@ -286,7 +286,8 @@ def test_a_disk_that_will_be_full_is_said_before_anything_is_encoded(
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
-    with pytest.raises(StorageError, match=r"about [0-9.]+ kB of latents and embeddings are missing, and 10 kB are free.*data\.cache_dir"):
+    expected = r"about [0-9.]+ kB of latents and embeddings are missing, and 10 kB are free.*data\.cache_dir"
+    with pytest.raises(StorageError, match=expected):
         fill(manifest, tmp_path / "c", ranks=2, new_encoders=noted)
     assert [e.latents for e in made] == [0, 0]
 
