@@ -156,6 +156,27 @@ def test_the_clean_manifest_reads_as_the_accepted_rows(manifest: Path, tmp_path:
     assert len(open_manifest(tmp_path / "clean.jsonl")) == len(clean)
 
 
+def test_pictures_in_archives_stay_there(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    cells = []
+    for seed in range(3):
+        scene(seed, 64, 64).save(tmp_path / "one.png")
+        cells.append({"bytes": (tmp_path / "one.png").read_bytes(), "path": None})
+    broken = {"bytes": cells[2]["bytes"][:-60], "path": None}
+    columns = {"source": cells, "target": [cells[1], cells[0], broken], "instruction": ["a", "b", "c"]}
+    (tmp_path / "set").mkdir()
+    pq.write_table(pa.table(columns), tmp_path / "set/part.parquet")
+    found = check(tmp_path / "set/part.parquet", tmp_path / "out")
+    assert {name: found.counts().get(name) for name in ("picture", "target-is-source")} == {
+        "picture": 1, "target-is-source": 2,
+    }  # fmt: skip
+    clean = open_manifest(tmp_path / "out/clean.jsonl", outside=found.checked.outside)
+    assert [sample.target.read(1 << 20) for sample in clean] == [cells[1]["bytes"], cells[0]["bytes"]]
+    assert [sample.id for sample in clean] == found.accepted
+
+
 def test_strict_leaves_out_what_is_warned_of(manifest: Path, tmp_path: Path) -> None:
     loose, strict = check(manifest, tmp_path / "out"), check(manifest, tmp_path / "strict", strict=True)
     assert set(loose.accepted) - set(strict.accepted) == {"twin", "other"} | {
