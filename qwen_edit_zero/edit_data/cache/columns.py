@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from qwen_edit_zero.edit_data.arrays import mapped_array
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
 
 Column = npt.NDArray[Any]
@@ -80,10 +81,7 @@ class Columns:
         """A whole column, mapped read-only."""
         path = self.folder / f"{name}.npy"
         wait_for(path)
-        try:
-            return np.asarray(np.load(path, mmap_mode="r"))
-        except ValueError:  # nothing can be mapped of an empty one
-            return np.asarray(np.load(path))
+        return mapped_array(path)
 
     def delete(self) -> None:
         """Delete all; what is mapped stays readable where the file system allows that. For rank 0."""

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from qwen_edit_zero.edit_data.arrays import mapped_array
+
 Keys = npt.NDArray[np.uint64]  # (n, 2): upper and lower half of each
 Records = npt.NDArray[np.void]
 
@@ -88,9 +90,8 @@ class SortedTable(SortedKeys):
     def __init__(self, folder: Path | None, dtype: np.dtype[np.void]) -> None:
         high: npt.NDArray[np.uint64] = np.zeros(0, np.uint64)
         rest: Records = np.zeros(0, _rest_type(dtype))
-        if folder is not None:  # plain views of what is mapped: the subclass is slow
-            high = np.asarray(np.load(folder / "high.npy", mmap_mode="r"))
-            rest = np.asarray(np.load(folder / "rest.npy", mmap_mode="r"))
+        if folder is not None:
+            high, rest = mapped_array(folder / "high.npy"), mapped_array(folder / "rest.npy")
             if rest.dtype != _rest_type(dtype) or len(rest) != len(high):
                 raise ValueError(f"{folder} is a table of another make")
         super().__init__(high, rest["low"])

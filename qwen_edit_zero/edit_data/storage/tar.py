@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from qwen_edit_zero.edit_data.arrays import mapped_array
 from qwen_edit_zero.edit_data.storage.files import (
     NotThereError,
     RangedFile,
@@ -206,7 +207,7 @@ def _load(path: Path | None) -> _Rows | None:
     if path is None:
         return None
     try:
-        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        rows = mapped_array(path)
     except (OSError, ValueError, EOFError):
         return None
     return rows if rows.dtype == _ROW and rows.ndim == 1 else None
