@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from qwen_edit_zero.cluster.batch_script import BatchJob, train_script
 from qwen_edit_zero.cluster.slurm import expand_nodelist, expand_tasks_per_node
 from qwen_edit_zero.errors import ClusterError
 
@@ -72,28 +73,51 @@ def test_batch_scripts_are_valid_and_say_what_they_miss(script: Path, tmp_path: 
     assert done.stderr.startswith("error: ")
 
 
+def test_the_training_script_is_what_the_command_makes() -> None:
+    assert (ROOT / "slurm/train.sbatch").read_text(encoding="utf-8") == train_script(BatchJob())
+
+
+def test_a_script_for_other_nodes_has_its_numbers_options_and_arguments(tmp_path: Path) -> None:
+    job = BatchJob(nodes=4, gpus_per_node=2, name="mine", options=("--partition=gpu", "--account=lab"))
+    text = train_script(job, ["recipes/lora.yaml", "data.columns={target: a b}"])
+    for line in ("--nodes=4", "--gpus-per-node=2", "--ntasks-per-node=2", "--job-name=mine", "--account=lab"):
+        assert f"#SBATCH {line}\n" in text
+    assert "set -- recipes/lora.yaml 'data.columns={target: a b}' \"$@\"\n" in text
+    assert text.index("#SBATCH --account") < text.index("set -euo")  # Slurm reads no option behind the first command
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
 def test_the_training_script_passes_arguments_status_and_signals_on(tmp_path: Path) -> None:
+    """With commands that stand in for Slurm's; test_real_slurm.py has the real ones."""
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "srun").write_text(
-        '#!/bin/bash\ntrap "exit 143" TERM\nprintf "%s\\n" "$@" >"$ARGS"; sleep 2 & wait $!; exit 7\n'
+        '#!/bin/bash\ntrap "exit 75" USR1\ntrap "exit 143" TERM\n'
+        'printf "%s\\n" "$@" "$MASTER_ADDR" >"$ARGS"; sleep 2 & wait $!; exit 7\n'
     )
-    (tools / "scontrol").write_text('#!/bin/bash\necho scontrol "$@"\n')
+    (tools / "scontrol").write_text('#!/bin/bash\n[[ $1 == show ]] && echo node7 || echo scontrol "$@"\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)
     env = {
         "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "5",
+        "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4",
         "PYTHON": shutil.which("true") or "/bin/true", "ARGS": str(tmp_path / "args"),
     }  # fmt: skip
 
     def run(signal: str) -> tuple[int, str]:
-        command = f'bash slurm/train.sbatch "a b" c & p=$!; sleep 0.7; [ {signal} = - ] || kill -{signal} $p; wait $p'
+        (tmp_path / "args").unlink(missing_ok=True)
+        wait = 'bash slurm/train.sbatch "a b" c & p=$!; until [ -s "$ARGS" ]; do sleep 0.1; done'
+        command = f"{wait}; [ {signal} = - ] || kill -{signal} $p; wait $p"
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout
 
     assert run("-")[0] == 7
-    assert (tmp_path / "args").read_text().splitlines()[-2:] == ["a b", "c"]
+    given = (tmp_path / "args").read_text().splitlines()
+    assert given[-3:] == ["a b", "c", "node7"]
+    assert "--ntasks=8" in given
     status, output = run("USR1")
-    assert status == 7
+    assert status == 75
     assert "scontrol requeue 5" in output
-    assert run("TERM")[0] == 143
+    status, output = run("TERM")
+    assert status == 7  # Slurm itself tells the ranks
+    assert "requeue" not in output

@@ -47,7 +47,7 @@ JobRequeue=1
 GresTypes=gpu
 SlurmdParameters=config_overrides
 {nodes}
-PartitionName=main Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=NO
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
 """
 _DAEMONS = """
 mkdir -p /run/munge /run/pmix && chmod 755 /run/munge && export SLURM_CONF={folder}/slurm.conf
