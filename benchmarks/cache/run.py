@@ -26,8 +26,9 @@ from PIL import Image
 from qwen_edit_zero.edit_data.cache.facts import FACT, NAMED_FACT, Facts, name_key
 from qwen_edit_zero.edit_data.cache.files import stamp_hash
 from qwen_edit_zero.edit_data.cache.needs import Making, needs_of
-from qwen_edit_zero.edit_data.cache.prepared import SetSpec, prepare_sets
+from qwen_edit_zero.edit_data.cache.prepared import prepare_sets
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
+from qwen_edit_zero.edit_data.cache.sets import SetSpec
 from qwen_edit_zero.edit_data.cache.store import ConditioningCache, entry_kind
 from qwen_edit_zero.edit_data.cache.survey import Surveyor
 from qwen_edit_zero.edit_data.manifests.opening import open_manifest

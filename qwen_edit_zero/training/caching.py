@@ -15,8 +15,9 @@ from qwen_edit_zero.cluster.device_setup import set_numerics
 from qwen_edit_zero.cluster.identity import Identity
 from qwen_edit_zero.edit_data.cache.entries import Kind
 from qwen_edit_zero.edit_data.cache.manage import KindFolder, Pruning, kind_folders, prune
-from qwen_edit_zero.edit_data.cache.prepared import Needed, SetSpec, needed_by
+from qwen_edit_zero.edit_data.cache.prepared import needed_by
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
+from qwen_edit_zero.edit_data.cache.sets import Needed, SetSpec
 from qwen_edit_zero.edit_data.cache.sorted_table import Keys, SortedKeys, as_keys
 from qwen_edit_zero.edit_data.cache.store import MASKS, ConditioningCache, told
 from qwen_edit_zero.edit_data.instructions.prepare import Instructions
@@ -35,7 +36,7 @@ from qwen_edit_zero.training.texts import TrainingTexts
 _WORDS: dict[Kind, str] = {"latent": "latents", "prompt": "embeddings", "mask": "masks"}
 
 
-def fill_cache(settings: Settings, identity: Identity) -> int:
+def fill_cache(settings: Settings, identity: Identity, *, take_over: bool = False) -> int:
     """Have everything in the cache that a run of these settings needs; on all ranks of a launcher. Returns the exit
     status. Raises UserError and RunError."""
     folder = open_model_folder(settings.model.path, without_weights=True)
@@ -45,7 +46,7 @@ def fill_cache(settings: Settings, identity: Identity) -> int:
     set_numerics(settings, device)
     path, cache = run_folder.run_folder(settings), run_folder.cache_folder(settings)
     try:
-        with run_folder.take(path) if identity.rank == 0 else nullcontext():
+        with run_folder.take(path, take_over=take_over) if identity.rank == 0 else nullcontext():
             conditioned = condition(
                 settings,
                 folder,

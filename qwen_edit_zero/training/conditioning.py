@@ -14,9 +14,10 @@ import torch
 
 from qwen_edit_zero.cluster.collectives import from_rank_0, gather_objects
 from qwen_edit_zero.edit_data.cache.entries import EntryKind
-from qwen_edit_zero.edit_data.cache.prepared import PreparedSet, SetSpec, prepare_sets
+from qwen_edit_zero.edit_data.cache.prepared import prepare_sets
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
 from qwen_edit_zero.edit_data.cache.refusals import as_line
+from qwen_edit_zero.edit_data.cache.sets import PreparedSet, SetSpec
 from qwen_edit_zero.edit_data.cache.store import ConditioningCache, SampleKey, entry_kind
 from qwen_edit_zero.edit_data.instructions.prepare import Instructions, Tally
 from qwen_edit_zero.edit_data.manifests.samples import Sample

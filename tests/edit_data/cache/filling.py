@@ -16,8 +16,9 @@ import torch
 from PIL import Image
 
 from qwen_edit_zero.edit_data.cache.needs import Making
-from qwen_edit_zero.edit_data.cache.prepared import PreparedSet, SetSpec, prepare_sets
+from qwen_edit_zero.edit_data.cache.prepared import prepare_sets
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
+from qwen_edit_zero.edit_data.cache.sets import PreparedSet, SetSpec
 from qwen_edit_zero.edit_data.cache.store import CachedSample, ConditioningCache, entry_kind
 from qwen_edit_zero.edit_data.manifests.opening import open_manifest
 from qwen_edit_zero.edit_data.manifests.table import SampleTable
