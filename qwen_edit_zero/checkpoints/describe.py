@@ -9,6 +9,7 @@ from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import bytes_text
 from qwen_edit_zero.checkpoints.foreign.describe import list_foreign, show_foreign, verify_foreign
 from qwen_edit_zero.checkpoints.foreign.recognise import is_foreign
+from qwen_edit_zero.checkpoints.given_up import given_up
 from qwen_edit_zero.checkpoints.manifest import Json, StoredTensor
 from qwen_edit_zero.checkpoints.optimizer_groups import GROUPS, saved_groups, shown_names
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
@@ -30,6 +31,7 @@ def list_checkpoints(source: Path) -> str:
     if folder is None:
         raise layout.refuse_source(source)
     rows, reasons = [("step", "samples", "size", "engine", "ranks", "written (UTC)", "state")], []
+    left = given_up(folder)
     for path in layout.checkpoint_folders(folder):
         try:
             m = check_checkpoint(path)
@@ -38,7 +40,8 @@ def list_checkpoints(source: Path) -> str:
             reasons.append(f"{path.name}: {error}")
         else:
             seen = "" if m.samples_seen is None else str(m.samples_seen)
-            rows.append((str(m.step), seen, bytes_text(m.size), m.engine, str(m.world_size), m.created[:19], "whole"))
+            state = "given up" if m.save_id in left else "whole"
+            rows.append((str(m.step), seen, bytes_text(m.size), m.engine, str(m.world_size), m.created[:19], state))
     for hidden in layout.hidden_folders(folder):
         if hidden.state == "partial":
             reasons.append(f"{hidden.path.name}: being written, or left by a run that died; the next save removes it")

@@ -69,6 +69,8 @@ def import_checkpoint(
     no AdamW state, or does not fit the model; StorageError if writing fails.
     """
     if not is_foreign(source):
+        if source.is_dir() and ((source / layout.MANIFEST).exists() or layout.holds_checkpoints(source)):
+            raise CheckpointError(f"{source} is of this package and needs no import: train with --resume {source}")
         raise CheckpointError(f"{source} is no checkpoint of DeepSpeed or torch (DCP): {layout.looks_like(source)}")
     checkpoints = run / layout.CHECKPOINTS
     with ExitStack() as until_written:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qwen_edit_zero.checkpoints import layout
+from qwen_edit_zero.checkpoints.given_up import given_up
 from qwen_edit_zero.checkpoints.in_use import deletion_lock
 from qwen_edit_zero.checkpoints.manifest import ManifestHead
 from qwen_edit_zero.checkpoints.placement import delete_checkpoint
@@ -40,8 +41,9 @@ def prune(folder: Path, retention: Retention, *, newest: Path | None = None, hol
 
     Later steps are never touched: another thread may just have written them, or an earlier run that went further.
     Only valid ones are counted, and only valid ones are deleted: a damaged folder neither pushes out a good one nor
-    disappears before somebody has looked at it. Nor does one that is being read, on this node or (where the file
-    system knows locks) on another: it goes at a later call. Symbolic links and folders of other names are left alone.
+    disappears before somebody has looked at it. Those that the run has given up do not count either. One that is being
+    read, on this node or (where the file system knows locks) on another, goes at a later call. Symbolic links and
+    folders of other names are left alone.
 
     Args:
         newest: None: the newest valid one.
@@ -52,13 +54,14 @@ def prune(folder: Path, retention: Retention, *, newest: Path | None = None, hol
     if retention.keep is None:
         return []
     candidates = [path for path in reversed(layout.checkpoint_folders(folder)) if path not in hold]
-    valid = _Heads()
+    valid, left = _Heads(), given_up(folder)
     first = next(filter(valid, candidates), None) if newest is None else newest
     if first is None:
         return []
     limit = _step(first)
     candidates = [path for path in candidates if _step(path) <= limit]
-    staying = set(itertools.islice(filter(valid, candidates), retention.keep))
+    counted = (path for path in candidates if (head := valid.of(path)) is not None and head.save_id not in left)
+    staying = set(itertools.islice(counted, retention.keep))
     if retention.best:
         staying |= set(_best(candidates, valid, retention))
     gone = []

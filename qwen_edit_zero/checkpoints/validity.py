@@ -10,6 +10,7 @@ import xxhash
 
 from qwen_edit_zero.checkpoints import layout
 from qwen_edit_zero.checkpoints.disk import CHUNK_BYTES, checksum_of
+from qwen_edit_zero.checkpoints.given_up import given_up
 from qwen_edit_zero.checkpoints.manifest import ManifestHead, load_head, load_manifest
 from qwen_edit_zero.checkpoints.ranges import StoredRange
 from qwen_edit_zero.errors import CheckpointError
@@ -71,14 +72,18 @@ class Latest:
 
 
 def latest_checkpoint(folder: Path, look: Look | None = None) -> Latest:
-    """Find the newest valid checkpoint in a `checkpoints` folder (which need not exist).
+    """Find the newest valid checkpoint in a `checkpoints` folder (which need not exist) that the run has not given up.
 
     `look` raises CheckpointError for one that is to be passed over although it is whole as far as names and sizes tell.
     """
-    passed_over = []
-    for path in reversed(layout.checkpoint_folders(folder)):
+    passed_over, folders = [], layout.checkpoint_folders(folder)
+    left = given_up(folder)
+    for path in reversed(folders):
         try:
-            check_checkpoint(path)
+            if check_checkpoint(path).save_id in left:
+                raise CheckpointError(
+                    "it was given up when the run went back to an earlier one; its path still takes it"
+                )
             if look is not None:
                 look(path)
         except CheckpointError as error:

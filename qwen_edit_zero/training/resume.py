@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qwen_edit_zero.checkpoints.coordination import Coordinator
+from qwen_edit_zero.checkpoints.given_up import go_back
 from qwen_edit_zero.checkpoints.manifest import load_head
 from qwen_edit_zero.checkpoints.optimizer_groups import group_changes, groups_of, saved_groups
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
@@ -74,6 +76,23 @@ class CheckpointChoice:
     def refuse(self, path: Path, reason: str) -> None:
         """Do not give this one again. The same call on every rank."""
         self._refused[path] = reason
+
+    def went_on_from(self, checkpoint: Path) -> None:
+        """Note that the run goes on from this one. Collective. Raises StorageError or CheckpointError on all ranks.
+
+        If it was asked for by its path, later ones of the run count no more: started again, it would go on from those.
+        """
+        if self._resume in (AUTO, NONE):
+            return
+        ranks, left = Coordinator(), list[Path]()
+        with ranks.together(f"going back to {checkpoint}"):
+            if self._rank == 0 and self._checkpoints.is_dir():
+                left = go_back(self._checkpoints, checkpoint)
+        if left:
+            self._say(
+                f"given up, since this run goes on from another one: {', '.join(path.name for path in left[:5])}"
+                f"{', ...' if len(left) > 5 else ''}. They stay, and --resume auto passes over them from now on"
+            )
 
     def next(self) -> Path | None:
         """The checkpoint to go on from, the same on every rank; None to start from the base model. Collective.

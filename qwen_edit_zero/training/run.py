@@ -166,6 +166,7 @@ class _Run:
                         self._set_up(engine, module)
                         is_set_up = True
                     load_checkpoint(engine, reader, self.say, frozen=not self.folder.has_weights)
+                    choice.went_on_from(checkpoint)
                     first = reader.step
                     self.say(f"going on from {reader.path} (step {first}, written by {reader.manifest.engine})")
                 break

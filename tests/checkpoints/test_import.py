@@ -23,6 +23,7 @@ from qwen_edit_zero.engines.factory import make_engine
 from qwen_edit_zero.errors import CheckpointError, SettingsError
 from qwen_edit_zero.training.run_folder import take
 from tests.checkpoints import foreign_runs
+from tests.checkpoints.states import save
 from tests.end_to_end.commands import metrics, run
 from tests.engines import harness, problem
 from tests.ranks import run_ranks
@@ -137,6 +138,13 @@ def test_numbered_optimizer_state_with_frozen_parameters_is_refused(tmp_path: Pa
     with pytest.raises(CheckpointError, match="numbers 76 parameters without naming them"):
         _imported(tmp_path / "dcp", tmp_path, [])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_ours_needs_no_import(tmp_path: Path) -> None:
+    save(tmp_path / "run" / "checkpoints", 1)
+    for source in (tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-00000001"):
+        with pytest.raises(CheckpointError, match=f"needs no import: train with --resume {source}"):
+            import_checkpoint(source, tmp_path / "other", base=open_model_folder("tiny"))
 
 
 def test_nothing_is_imported_into_a_run_that_is_going_on(tmp_path: Path) -> None:
