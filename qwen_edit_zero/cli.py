@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from qwen_edit_zero import cache_cli, check_cli
+from qwen_edit_zero import cache_cli, check_cli, launch_cli
 from qwen_edit_zero import train as train_script
 from qwen_edit_zero.cluster.failure import run_guarded
 from qwen_edit_zero.settings.command_line import Parser
@@ -26,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train_script.main([*given[1:], "--cache-only"], prog="qwen-edit-zero cache")
     if given[:2] == ["data", "check"]:
         return run_guarded(lambda: check_cli.run(given[2:]))
+    if given[:1] == ["launch"]:
+        return run_guarded(lambda: launch_cli.launch(given[1:]))
+    if given[:1] == ["hostfile"]:
+        return run_guarded(lambda: launch_cli.hostfile(given[1:]))
     return run_guarded(lambda: _run(given))
 
 
@@ -40,6 +44,8 @@ def _parser() -> ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     verbs.add_parser("train", help="train; see qwen-edit-zero train --help", add_help=False)
     verbs.add_parser("cache", help="fill the cache of a recipe, or look after one", add_help=False)
+    verbs.add_parser("launch", help="start training on a cluster, or show the command that does", add_help=False)
+    verbs.add_parser("hostfile", help="check a hostfile, or write it for another launcher", add_help=False)
     verb = verbs.add_parser("consolidate", help="turn a checkpoint into a model folder that diffusers loads")
     verb.add_argument(
         "checkpoint",
@@ -228,7 +234,7 @@ def _bytes(text: str) -> int:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is no number of threads; give 1 or more")
+        raise ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
     return int(text)
 
 

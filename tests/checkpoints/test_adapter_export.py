@@ -111,5 +111,5 @@ def test_a_folder_of_another_program_is_refused(tmp_path: Path) -> None:
 
 
 def test_zero_threads_are_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'0' is no number of threads"):
+    with pytest.raises(UserError, match="'0' is no whole number of 1 or more"):
         _export(run, tmp_path / "out", "--threads=0", ask="--lora=merge")

@@ -53,6 +53,12 @@ def test_diffsynth_csv_as_spreadsheets_write_it() -> None:
     assert [str(r) for r in table.refused] == ['line 4: "prompt" is empty']
 
 
+def test_a_csv_cell_may_hold_a_json_list_of_references(tmp_path: Path) -> None:
+    text = 'image,edit_image,prompt\nt.png,"[""a.png"", ""b,1.png""]",x\nt2.png,[c].png,y\n'
+    table = open_manifest(written(tmp_path / "metadata.csv", text))
+    assert [names for names, _, _ in plain(table)] == [["a.png", "b,1.png"], ["[c].png"]]
+
+
 def test_diffsynth_csv_with_short_and_long_rows() -> None:
     text = message(CASES / "csv" / "short_row.csv")
     assert "line 2: it has too few cells: 2, and the header has 3" in text
@@ -129,6 +135,10 @@ def test_a_wrong_json_array_is_refused_with_its_line(tmp_path: Path, text: str, 
         ('image,edit_image,prompt\na,b,"c"d\n', "line 2: it is not CSV"),
         ("image,edit_image,prompt,weight\na,b,c,heavy\n", '"weight" is "heavy", not a number'),
         ("image,edit_image,prompt,weight\na,b,c,nan\n", "finite"),
+        (
+            "image,edit_image,prompt\nt,\"['a', 'b']\",c\n",
+            "\"edit_image\" is \"['a', 'b']\", a list as Python prints it",
+        ),
     ],
 )
 def test_a_wrong_csv_is_refused(tmp_path: Path, text: str, words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,12 +62,36 @@ class CsvTable(Reader):
             values = self._columns.values(dict(zip(header, cells, strict=True)))
         except RowError as error:
             return error
+        try:
+            for key in {"source", "paraphrases"} & values.keys():
+                values[key] = _listed(self.called[key], values[key])
+        except RowError as error:
+            return error
         if "weight" in values:
             try:
                 values["weight"] = float(values["weight"])
             except ValueError:
                 return RowError(f"{shown(self.called['weight'])} is {shown(values['weight'])}, not a number")
         return values
+
+
+def _listed(column: str, cell: Any) -> Any:
+    """A cell that holds a JSON list of texts as that list; any other as it is.
+
+    Raises RowError for a list as Python prints it, which would else be a strange name.
+    """
+    if not isinstance(cell, str) or not cell.startswith("[") or not cell.endswith("]"):
+        return cell
+    try:
+        found = json.loads(cell)
+    except ValueError:
+        if cell[1:].lstrip().startswith("'"):
+            raise RowError(
+                f"{shown(column)} is {shown(cell)}, a list as Python prints it; write it as JSON, "
+                'as in ["a.png", "b.png"]'
+            ) from None
+        return cell
+    return found if isinstance(found, list) and found and all(isinstance(text, str) for text in found) else cell
 
 
 def csv_header(folder: Folder, name: str) -> list[str]:
