@@ -38,13 +38,13 @@ def parse_hostfile(path: Path) -> list[Host]:
     Raises ClusterError naming the file and the line if it cannot be read, names no host, names one twice, or has a
     line that is not `HOST slots=N`.
     """
-    text = _read(path)
+    text = read_hostfile(path)
     hosts: list[Host] = []
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.split("#", 1)[0].strip()
         if not content:
             continue
-        host = _parse_line(content, number, f"{path}:{number}: {line.strip()!r}")
+        host = parse_line(content, number, f"{path}:{number}: {line.strip()!r}")
         twin = next((other for other in hosts if other.name == host.name), None)
         if twin is not None:
             raise ClusterError(f"{path}:{number}: {host.name} is named a second time (first in line {twin.line})")
@@ -54,7 +54,8 @@ def parse_hostfile(path: Path) -> list[Host]:
     return hosts
 
 
-def _read(path: Path) -> str:
+def read_hostfile(path: Path) -> str:
+    """Return the text of a list of hosts, without a byte order mark. Raises ClusterError if it is not text."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ClusterError(f"{path} has {path.stat().st_size} bytes; that is not a hostfile")
@@ -70,7 +71,8 @@ def _read(path: Path) -> str:
     return text
 
 
-def _parse_line(content: str, number: int, shown: str) -> Host:
+def parse_line(content: str, number: int, shown: str) -> Host:
+    """Return what one line, without comment, says; `shown` begins the messages of the ClusterErrors that are raised."""
     if re.search(r"\s=|=\s", content):
         raise ClusterError(f"{shown} has blanks round '='; write {re.sub(r'[ ]*=[ ]*', '=', content)}")
     name, *fields = content.split()

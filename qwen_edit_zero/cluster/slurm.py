@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 
 from qwen_edit_zero.errors import ClusterError
 
 _MAX_HOSTS = 100_000
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],]+)")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_NUMBERED = re.compile(r"(.*?)([0-9]+)")
 _COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 
@@ -36,6 +38,31 @@ def expand_nodelist(nodelist: str) -> list[str]:
             raise ClusterError(f"the Slurm node list {nodelist!r} names more than {_MAX_HOSTS} hosts")
         hosts += ["".join(parts) for parts in itertools.product(*choices)]
     return hosts
+
+
+def compress_nodelist(names: Sequence[str]) -> str:
+    """Return a node list that `expand_nodelist` takes apart into `names`, in their order: n8, n9, m is `n[8-9],m`."""
+    parts: list[tuple[str, list[tuple[str, str]]]] = []  # a prefix, and ranges of the digits behind it
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        prefix, digits = (match[1], match[2]) if match else (name, "")
+        if digits and parts and parts[-1][0] == prefix and parts[-1][1]:
+            low, high = parts[-1][1][-1]
+            if len(digits) == len(high) and int(digits) == int(high) + 1:
+                parts[-1][1][-1] = (low, digits)
+            else:
+                parts[-1][1].append((digits, digits))
+        else:
+            parts.append((prefix, [(digits, digits)] if digits else []))
+    shown = []
+    for prefix, ranges in parts:
+        if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+            shown.append(prefix + ranges[0][0])
+        elif ranges:
+            shown.append(f"{prefix}[{','.join(low if low == high else f'{low}-{high}' for low, high in ranges)}]")
+        else:
+            shown.append(prefix)
+    return ",".join(shown)
 
 
 def _split(nodelist: str) -> list[str]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from qwen_edit_zero.cluster import deepspeed_launch
-from qwen_edit_zero.cluster.deepspeed_launch import extra_options, prepare
+from qwen_edit_zero.cluster.deepspeed_launch import mended, prepare
 from qwen_edit_zero.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,13 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder))
     return folder
+
+
+def extra_options(options: list[str], environ: dict[str, str] | None = None) -> list[str]:
+    """What is added to the options of a `deepspeed` command."""
+    left, arguments = mended(options, ["recipes/lora.yaml"], {} if environ is None else environ)
+    assert (left[: len(options)], arguments) == (options, ["recipes/lora.yaml"])
+    return left[len(options) :]
 
 
 def hostfile(tmp_path: Path, *names: str) -> str:
@@ -96,11 +104,11 @@ def test_only_the_deepspeed_command_that_starts_our_script_is_touched(monkeypatc
         assert sys.argv == command
     monkeypatch.setattr(sys, "argv", list(ours))
     prepare()
-    assert sys.argv == [ours[0], "--no_ssh_check", "--master_addr=127.0.0.1", *ours[1:]]
+    assert sys.argv == [*ours[:3], "--no_ssh_check", "--master_addr=127.0.0.1", *ours[3:]]
     monkeypatch.chdir(ROOT / "qwen_edit_zero")
     monkeypatch.setattr(sys, "argv", ["deepspeed", "--hostfile", "../hostfiles/localhost", "train.py"])
     prepare()
-    assert sys.argv[1] == "--no_ssh_check"
+    assert "--no_ssh_check" in sys.argv
 
 
 def test_a_mistake_ends_the_command_with_one_message_and_status_2(
@@ -116,8 +124,111 @@ def test_a_mistake_ends_the_command_with_one_message_and_status_2(
     assert error.count("\n") == 1
 
 
+ODD = [
+    "a b",
+    "$HOME/x",
+    "`id`",
+    "a;b",
+    "it's",
+    'a "b" c',
+    "back\\slash \\ $x",
+    "100%h",
+    "*",
+    "图 片",
+    "{a: 'b', c: \"d\"}",
+    "",
+]
+
+
+def as_deepspeed_does(word: str) -> str:
+    """What its pdsh launcher puts into the command line for an argument of the script."""
+    return '"{}"'.format(word.replace('"', '\\"')) if " " in word else word
+
+
+def as_other_nodes_do(line: str) -> list[str]:
+    """The words that a shell makes of a command line after pdsh has replaced what begins with %."""
+    line = line.replace("%%", "\0").replace("%h", "HOST").replace("\0", "%")
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"printf '%s\\n' {line}"], capture_output=True, text=True, check=True, env={"x": "EXPANDED"}
+    )
+    return done.stdout.split("\n")[:-1]
+
+
+def test_arguments_reach_other_nodes_as_they_were_typed(tmp_path: Path, tools: Path) -> None:
+    _, arguments = mended(["--hostfile", hostfile(tmp_path, "good1", "good2")], ODD, {})
+    assert as_other_nodes_do(" ".join(map(as_deepspeed_does, arguments))) == ODD
+    local = ["--hostfile", hostfile(tmp_path, "localhost")]  # no shell, no quotes
+    assert mended(local, ODD, {})[1] == ODD
+
+
+CASE = ROOT.parent / "shared" / "cases" / "slurm" / "forward.env"
+
+
+def test_variables_reach_other_nodes_byte_for_byte(
+    tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / "variables"
+    lines = [*(f"V{i}={value}" for i, value in enumerate(ODD)), "# said", "", "  INDENTED=1", 'Q="already quoted"']
+    file.write_text("\n".join(lines), encoding="utf-8")
+    environ = {"DS_ENV_FILE": str(file), "NCCL_SOCKET_IFNAME": "=ib0,ib1", "SECRET_KEY": "x", "OMP_NUM_THREADS": "4"}
+    extra_options(["--hostfile", hostfile(tmp_path, "good1", "good2")], environ)
+    runner = PDSHRunner.__new__(PDSHRunner)
+    runner.exports = {}
+    for line in Path(environ["DS_ENV_FILE"]).read_text(encoding="utf-8").splitlines():
+        runner.add_export(*line.split("=", maxsplit=1))
+    words = as_other_nodes_do(" ".join(f"{name}={value}" for name, value in runner.exports.items()))
+    expected = {f"V{i}": value for i, value in enumerate(ODD)} | {"INDENTED": "1", "Q": '"already quoted"'}
+    assert dict(word.split("=", 1) for word in words) == expected | {
+        "NCCL_SOCKET_IFNAME": "=ib0,ib1",
+        "OMP_NUM_THREADS": "4",
+    }
+
+
+@pytest.mark.skipif(not CASE.exists(), reason="the shared cases are not beside this checkout")
+def test_a_line_that_is_no_variable_is_named(tmp_path: Path, tools: Path) -> None:
+    with pytest.raises(ClusterError, match=r"forward\.env:12: 'NO_EQUALS' has no '='"):
+        extra_options(["--hostfile", hostfile(tmp_path, "good1", "good2")], {"DS_ENV_FILE": str(CASE)})
+
+
+def test_open_mpi_gets_no_quotes_that_would_stay(tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deepspeed_launch, "_openmpi_interface", lambda *_: [])
+    mpirun = tools / "mpirun"
+    mpirun.write_text("#!/bin/bash\n")
+    mpirun.chmod(0o755)
+    options = ["--hostfile", hostfile(tmp_path, "good1", "good2"), "--launcher", "openmpi"]
+    assert extra_options(options, {"NCCL_IB_HCA": "mlx5_0:1"}) == []
+    with pytest.raises(ClusterError, match="mpirun -x NCCL_IB_HCA"):
+        extra_options(options, {"NCCL_IB_HCA": "^mlx5_0"})
+    with pytest.raises(ClusterError, match="knows no --include"):
+        extra_options([*options, "--include", "good1@good2"])
+
+
+@pytest.mark.parametrize(
+    ("content", "copied"),
+    [
+        ("good1 slots=2\ngood2 slots=2\n", False),
+        ("# rack 1\n\ngood1   slots=2\ngood2 slots=2 # two\n", False),
+        ("\ufeffgood1 slots=2\ngood2 slots=2\n", True),
+        ("good1 max_slots=4 slots=2\ngood2 slots=2\n", True),
+    ],
+)
+def test_deepspeed_gets_a_copy_of_a_hostfile_that_it_would_misread(
+    tmp_path: Path, tools: Path, content: str, copied: bool
+) -> None:
+    (tmp_path / "hosts").write_text(content, encoding="utf-8")
+    added = extra_options(["--hostfile", str(tmp_path / "hosts")])
+    assert len(added) == copied
+    if copied:
+        assert Path(added[0].removeprefix("--hostfile=")).read_text() == "good1 slots=2\ngood2 slots=2\n"
+
+
 def test_the_module_that_every_import_of_torch_loads_is_cheap() -> None:
     source = Path(deepspeed_launch.__file__).read_text()
     top = [line for line in source.splitlines() if line.startswith(("import ", "from "))]
-    assert top == ["from __future__ import annotations", "import os", "import sys"]
+    cheap = ["from __future__ import annotations", "import os", "import sys", "from typing import TYPE_CHECKING"]
+    assert top == cheap
     assert os.path.isfile(ROOT / "qwen_edit_zero/train.py")
