@@ -15,6 +15,7 @@ if __name__ == "__main__":
     _here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [os.path.dirname(_here)] + [p for p in sys.path if os.path.abspath(p or ".") != _here]
 
+from qwen_edit_zero.cluster import signals
 from qwen_edit_zero.cluster.device_setup import choose_allocator
 from qwen_edit_zero.cluster.failure import run_guarded
 from qwen_edit_zero.cluster.identity import discover, guess_ranks
@@ -34,6 +35,8 @@ def _run(given: list[str], prog: str) -> int:
             print(train_parser(prog).format_help(), end="")
         return 0
     arguments = parse_train_arguments(given, prog=prog)
+    if not arguments.print_settings:
+        signals.listen()
     identity = discover(local_rank_argument=arguments.local_rank)
     is_single = identity.launcher == "single"
 
@@ -60,10 +63,16 @@ def _run(given: list[str], prog: str) -> int:
     if arguments.cache_only:
         from qwen_edit_zero.training.caching import fill_cache
 
-        return fill_cache(loaded.settings, identity)
+        return fill_cache(loaded.settings, identity, take_over=arguments.take_over)
     from qwen_edit_zero.training.run import train  # imports torch: everything cheap has been checked before
 
-    return train(loaded, identity, arguments.resume, accept_changes=arguments.accept_changes)
+    return train(
+        loaded,
+        identity,
+        arguments.resume,
+        accept_changes=arguments.accept_changes,
+        take_over=arguments.take_over,
+    )
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def backup_checkpoint(checkpoint: Path, destination: Path) -> Path:
     """
     manifest, content = whole_checkpoint(checkpoint)
     name = layout.checkpoint_name(manifest.step)
-    final, partial = destination / name, layout.partial_folder(destination, manifest.step)
+    final, partial = destination / name, layout.partial_folder(destination, manifest.step, manifest.save_id)
     for there in (final, destination / aside_name(manifest.save_id) / name):
         if _save_in(there) == manifest.save_id:
             return there

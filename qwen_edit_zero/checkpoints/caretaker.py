@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from qwen_edit_zero.checkpoints import layout
@@ -20,10 +21,18 @@ class Caretaker:
     """Copies each new checkpoint to the backup, if there is one, then deletes those that need not stay; in a thread.
 
     One that waits for its copy is neither deleted nor counted among those that stay: it may turn out to be damaged.
-    What goes wrong does not end a run: it is told by `messages`, and tried again after the next save.
+    What goes wrong does not end a run: it is told by `messages`, and tried again after the next save. `may_write` is
+    asked before each copy and deletion, and raises if the folder belongs to another run now.
     """
 
-    def __init__(self, folder: Path, retention: Retention, place: BackupPlace | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention,
+        place: BackupPlace | None = None,
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._may_write = may_write
         self._folder, self._retention, self._place = folder, retention, place
         self._numbers = itertools.count()
         self._waiting: dict[Path, int] = {}  # not yet in the backup; a higher number is a later save
@@ -35,13 +44,14 @@ class Caretaker:
         self._thread = BackgroundThread("caretaker", lambda error: self._tell(f"warning: {_words(error)}"))
 
     def catch_up(self) -> None:
-        """Copy what an earlier process left without a copy; returns at once, deletes no checkpoint.
+        """Remove what an earlier process left half done; copy what it left without a copy; returns at once, deletes no
+        checkpoint.
 
         For the only writer of the folder, before it writes. Raises OSError and CheckpointError.
         """
+        clean_leftovers(self._folder)
         if self._place is None:
             return
-        clean_leftovers(self._folder)
         for path in layout.checkpoint_folders(self._folder):
             if not path.is_symlink() and is_valid(path):
                 self._waiting[path] = next(self._numbers)
@@ -118,6 +128,7 @@ class Caretaker:
         lock = ReadLock(path)
         try:
             if path.is_dir():  # deleted meanwhile, it needs no copy
+                self._may_write()
                 self._place.copy(path)
         except CheckpointError as error:
             if self._leaves_queue(path, number, damaged=True):
@@ -154,6 +165,7 @@ class Caretaker:
             return
         try:
             with self._pruning:
+                self._may_write()
                 prune(self._folder, self._retention, newest=newest, hold=held)
         except (QwenEditError, OSError) as error:
             self._tell(f"warning: {newest.name} is whole, but older checkpoints could not be deleted: {error}")

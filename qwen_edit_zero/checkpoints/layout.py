@@ -2,7 +2,7 @@
 
     RUN/checkpoints/
       step-00000200/                 a checkpoint, if its manifest says so
-      .step-00000400.partial/        being written, or left by a run that died while writing
+      .step-00000400.1a2b3c4d.partial/   being written, or left by a run that died while writing
       .step-00000200.replaced/       the old one of that step, while a new one takes its place
       .step-00000100.deleted/        being deleted
 
@@ -24,7 +24,7 @@ RANGES = "ranges.safetensors"
 CHECKPOINTS = "checkpoints"  # the folder in a run's folder
 
 _STEP = re.compile(r"step-(\d{8,})")
-_HIDDEN = re.compile(r"\.step-(\d{8,})\.(partial|replaced|deleted)")
+_HIDDEN = re.compile(r"\.step-(\d{8,})\.(?:[0-9a-f]{8}\.)?(partial|replaced|deleted)")
 _OWN_FILE = re.compile(
     r"manifest\.json(\.tmp)?|run_state\.json|ranges\.safetensors|rank-\d{5,}\.(safetensors|ranges)|\.save-[0-9a-f]{32}"
 )
@@ -46,9 +46,9 @@ def sidecar_file(rank: int) -> str:
     return f"rank-{rank:05d}.ranges"
 
 
-def partial_folder(folder: Path, step: int) -> Path:
-    """Where a checkpoint grows until it is whole."""
-    return folder / f".{checkpoint_name(step)}.partial"
+def partial_folder(folder: Path, step: int, save_id: str) -> Path:
+    """Where a checkpoint grows until it is whole: no other save, of a run that thinks it lives, grows there too."""
+    return folder / f".{checkpoint_name(step)}.{save_id[:8]}.partial"
 
 
 def replaced_folder(folder: Path, step: int) -> Path:

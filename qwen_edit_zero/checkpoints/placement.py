@@ -40,13 +40,19 @@ def make_folder(path: Path) -> None:
 def put_in_place(partial: Path, final: Path, step: int) -> None:
     """Give a finished folder its name; one of the same step that is there already is set aside first, deleted after.
 
-    Raises OSError.
+    Raises OSError; then the one that was there has its name back. So it is if `partial` has gone: a newer run that took
+    over the folder has deleted it.
     """
     replaced = None
     if final.exists() or final.is_symlink():
         replaced = layout.replaced_folder(final.parent, step)
         final.rename(replaced)
-    partial.rename(final)
+    try:
+        partial.rename(final)
+    except OSError:
+        if replaced is not None:
+            replaced.rename(final)
+        raise
     sync_folder(final.parent)
     if replaced is not None:
         delete_checkpoint(replaced)

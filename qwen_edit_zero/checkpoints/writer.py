@@ -76,6 +76,7 @@ class PlannedSave:
     plan: RankPlan
     size: int
     frozen: FrozenShare | None = None
+    may_write: Callable[[], None] = lambda: None  # raises on rank 0 once the folder belongs to another run
 
     @property
     def changing(self) -> RankPlan:
@@ -90,7 +91,7 @@ class PlannedSave:
     @property
     def partial(self) -> Path:
         """Where it grows."""
-        return layout.partial_folder(self.folder, self.contents.step)
+        return layout.partial_folder(self.folder, self.contents.step, self.save_id)
 
     @property
     def doing(self) -> str:
@@ -157,7 +158,12 @@ def _range_maker(ranges: Callable[[], Iterable[FlatRange]] | Iterable[FlatRange]
 
 
 def plan_save(
-    folder: Path, contents: Contents, make_ranges: RangeMaker, ranks: Coordinator, frozen: FrozenShare | None = None
+    folder: Path,
+    contents: Contents,
+    make_ranges: RangeMaker,
+    ranks: Coordinator,
+    frozen: FrozenShare | None = None,
+    may_write: Callable[[], None] = lambda: None,
 ) -> PlannedSave:
     """Agree on a save; looks at names, shapes and dtypes of the ranges only. Collective."""
     assert (frozen is not None) == contents.model.frozen_stored
@@ -169,7 +175,7 @@ def plan_save(
         every_range = make_ranges if frozen is None else lambda: chain(make_ranges(), frozen.ranges())
         plan = plan_rank_file(every_range, save_metadata(save_id, ranks.rank, ranks.world_size, contents.step))
     size = sum(ranks.gather(plan.size + len(plan.ranges) * (SIDECAR_ROW + TABLE_ROW)))
-    return PlannedSave(folder, contents, state_text, save_id, plan, size, frozen)
+    return PlannedSave(folder, contents, state_text, save_id, plan, size, frozen, may_write)
 
 
 def write_save(save: PlannedSave, data: Data, ranks: Coordinator) -> Path:
@@ -198,6 +204,7 @@ def _open_partial(save: PlannedSave) -> None:
             f"{folder} is no longer there: it was deleted or moved, or the file system it was on is not mounted any "
             "more; earlier checkpoints are where it is now"
         )
+    save.may_write()
     clean_leftovers(folder)
     if final.exists() and not final.is_dir():
         raise StorageError(f"{final} is a file; move it away")
@@ -261,4 +268,5 @@ def _publish(save: PlannedSave, world_size: int) -> None:
     write_file(temporary, dump_manifest(manifest))
     temporary.rename(partial / layout.MANIFEST)
     sync_folder(partial)
+    save.may_write()
     put_in_place(partial, save.final, contents.step)

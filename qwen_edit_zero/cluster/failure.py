@@ -3,8 +3,8 @@
 Before the ranks have met (see `process_group.start`), a mistake is nearly always every rank's mistake: rank 0 says it,
 and the others say it only if nothing has ended them a few seconds later. Afterwards a failing rank leaves word in the
 job's store; a thread of every other rank looks there and ends its process, even if it is inside a collective. Ranks
-that cannot leave word (killed, frozen, on a node that was cut off) are missed by their pulse (`pulse.py`): the ranks that
-look name them. Whoever hears nothing from the store itself ends by itself.
+that cannot leave word (killed, frozen, on a node that was cut off) are missed by their pulse (`pulse.py`): the ranks
+that look name them. Whoever hears nothing from the store itself ends by itself.
 
 Exit status: 2 for what the user can mend (UserError), 130 for Ctrl-C, 75 if the same command is to be started again
 (START_AGAIN), 128 + n for a second signal n, 1 for the rest.
@@ -28,13 +28,14 @@ from typing import Any, NoReturn
 from qwen_edit_zero.cluster.identity import discover, guess_ranks
 from qwen_edit_zero.cluster.mpi import abort_if_initialised
 from qwen_edit_zero.cluster.pulse import BEAT_SECONDS, SETUP_SECONDS, Pulse, Seen, Store, position
-from qwen_edit_zero.errors import QwenEditError
+from qwen_edit_zero.errors import START_AGAIN, QwenEditError
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 2.0  # in which ranks that fail for the same reason find out that they do
 LINGER_SECONDS = 2.5  # how long rank 0, which serves the store, waits for the others to have looked
 LOST_SECONDS = 5.0  # after which a store that refuses to answer is gone
 MISSED_SECONDS = 2.5 * BEAT_SECONDS  # of silence by which the rank is known that ended while others waited for it
+ALARM_SECONDS = 5.0  # for writing down stacks
 FAREWELL_SECONDS = 3.0  # for the last words into files, whose disk may have gone
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "remote process exited")
 _GONE = "another rank ended without a word (killed, or out of memory?); see its node's log"
@@ -128,6 +129,8 @@ class _Watch(_Word):
         self.stopped = threading.Event()
         self.ending = threading.Event()
         self.silence = SETUP_SECONDS
+        # After an alarm every rank writes down where it is; then one that knows of all ends the job, if it can.
+        self.patience = ALARM_SECONDS * (1 if rank == 0 else 2 if rank == world_size - 1 else 3)
         self.answered = time.monotonic()
         self.pulse = Pulse(store, rank, world_size)
         self.threads = [threading.Thread(target=run, name=run.__name__, daemon=True) for run in (self.look, self.guard)]
@@ -136,7 +139,8 @@ class _Watch(_Word):
 
     def look(self) -> None:
         """See whether somebody has failed, or has fallen silent."""
-        alarmed = False
+        alarm: dict[str, Any] | None = None
+        alarmed = 0.0
         while not self.stopped.wait(POLL_SECONDS):
             silent: list[Seen] = []
             try:
@@ -145,9 +149,9 @@ class _Watch(_Word):
                     with self.lock:
                         self.pulse.turn()
                         silent = self.pulse.silent(self.silence)
-                    if not alarmed and (alarm := self.ask(_ALARM)) is not None:
-                        alarmed = True
-                        _say_last_words(lambda words, text=alarm["text"]: words.alarmed(text))  # type: ignore[misc]
+                    if alarm is None and (alarm := self.ask(_ALARM)) is not None:
+                        alarmed = time.monotonic()
+                        _write_where(alarm["text"])
             except Exception:  # whatever the store's client raises: it does not answer
                 if self.stopped.wait(LOST_SECONDS) or self.ending.is_set():
                     return  # rank 0 had ended well, or this rank has noticed by itself
@@ -155,6 +159,8 @@ class _Watch(_Word):
             self.answered = time.monotonic()
             if silent and not self.ending.is_set():
                 self._end_for(silent)
+            if alarm is not None and time.monotonic() - alarmed > self.patience and not self.ending.is_set():
+                _end_alarmed(alarm["text"])
             if found is None:
                 continue
             self.ending.wait(GRACE_SECONDS)  # this rank may be failing too, and then settles who speaks
@@ -192,8 +198,8 @@ class _Watch(_Word):
         first = silent[0]
         others = f", as has {', '.join(str(other.rank) for other in silent[1:4])}" if silent[1:] else ""
         text = (
-            f"it has given no sign of life for {self.silence:.0f} s (last: {first.doing}): it is frozen, or its node is "
-            f"cut off or gone{others}"
+            f"it has given no sign of life for {self.silence:.0f} s (last: {first.doing}): it is frozen, or its node "
+            f"is cut off or gone{others}"
         )
         failure = Failure(first.rank, first.host, text, 1, by=self.rank, by_host=self.host, step=first.step)
         for seen in silent:
@@ -253,20 +259,29 @@ def at_end(words: LastWords | None) -> None:
 
 
 def alarm(text: str) -> None:
-    """Have every rank write down where it is (`LastWords.alarmed`), this one as well; the first alarm alone counts."""
+    """The job hangs: every rank writes down where it is (`LastWords.alarmed`), and the job ends with START_AGAIN."""
     if _watch is None:
-        _say_last_words(lambda words: words.alarmed(text))
-        return
+        _write_where(text)
+        _end_alarmed(text)
     with contextlib.suppress(Exception), _watch.lock:
         _watch.store.set(_ALARM, json.dumps({"text": text}))
 
 
-def everyone() -> list[Seen]:
-    """Where all ranks were last seen; empty on ranks that do not look (see `pulse`)."""
-    if _watch is None:
-        return []
-    with _watch.lock:
-        return _watch.pulse.everyone()
+def _write_where(text: str) -> None:
+    _say_last_words(lambda words: words.alarmed(text))
+
+
+def _end_alarmed(text: str) -> NoReturn:
+    from qwen_edit_zero.cluster.watchdog import behind
+
+    seen: list[Seen] = []
+    if _watch is not None:
+        with _watch.lock:
+            seen = _watch.pulse.everyone()
+    culprit, places = behind(seen)
+    where = "; RUN/logs/hang-rank-*.txt say where each rank was" if _last_words is not None else ""
+    told = f"; {places}" if _watch is not None else ""
+    end_now(f"{text}: it hangs{told}{where}", START_AGAIN, asked=False, about=culprit)
 
 
 def end_now(text: str, status: int, *, asked: bool = True, about: Seen | None = None) -> NoReturn:
@@ -415,11 +430,13 @@ def _say_last_words(say: Callable[[LastWords], None]) -> None:
 
 
 def _say(text: str) -> None:
+    """On the terminal only: a rank's log gets `LastWords`, whether the rank speaks or not."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{text}\n")
-        sys.stderr.flush()
+        stream = getattr(sys.stderr, "terminal", sys.stderr)
+        stream.write(f"{text}\n")
+        stream.flush()
 
 
 def _leave(status: int) -> NoReturn:

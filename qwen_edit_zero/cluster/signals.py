@@ -1,7 +1,7 @@
 """Signals that ask a run to end: SIGTERM, SIGUSR1, SIGUSR2 and Ctrl-C (SIGINT).
 
-While steps are trained, the first one is only noted (`requested`): the trainer asks after each step, over all ranks, and
-saves. At any other time there is nothing to save that is not saved already, and the process ends at once. A second
+While steps are trained, the first one is only noted (`requested`): the trainer asks after each step, over all ranks,
+and saves. At any other time there is nothing to save that is not saved already, and the process ends at once. A second
 signal always ends at once. One that comes within `SAME_SECONDS` of the first is that same request: launchers pass
 signals on to ranks that their cluster's scheduler or the terminal has told as well.
 

@@ -32,6 +32,7 @@ class TrainArguments:
     engine: str | None
     resume: str
     accept_changes: bool
+    take_over: bool
     fast_dev_run: bool
     print_settings: bool
     cache_only: bool
@@ -68,6 +69,11 @@ def train_parser(prog: str) -> Parser:
         help="go on from a checkpoint although the data, the global batch or the seed are others now",
     )
     parser.add_argument(
+        "--take-over",
+        action="store_true",
+        help="take the run folder from a run that seems to hold it but is gone: its node died, or was cut off",
+    )
+    parser.add_argument(
         "--fast-dev-run",
         action="store_true",
         help="two steps on 16 samples, one checkpoint, one picture, in NAME-fast-dev-run, started over each time",
@@ -102,6 +108,7 @@ def parse_train_arguments(arguments: Sequence[str], *, prog: str = "train.py") -
         engine=known.engine,
         resume=resume,
         accept_changes=known.accept_changes,
+        take_over=known.take_over,
         fast_dev_run=known.fast_dev_run,
         print_settings=known.print_settings,
         cache_only=known.cache_only,

@@ -29,6 +29,10 @@ class RunSettings(Section):
     epochs: Positive | None = None  # passes over the data after which the run ends; whichever of the two comes first
     log_every: Positive = 1  # optimizer steps between progress lines
     tensorboard: bool = True  # write TensorBoard files beside metrics.jsonl
+    # a rank that gives no sign of life for so long while steps are trained (killed, frozen, cut off) ends the job
+    silent_seconds: Annotated[float, Field(ge=5)] = 20.0
+    hang_factor: Annotated[float, Field(ge=2)] = 5.0  # a step may take so many times the usual, and hang_seconds more
+    hang_seconds: Annotated[float, Field(gt=0)] = 60.0  # see hang_factor; a step that takes longer ends the job
 
 
 class LoraSettings(Section):

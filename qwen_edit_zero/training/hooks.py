@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from qwen_edit_zero.cluster.watchdog import Watchdog
 from qwen_edit_zero.edit_data.batches.distribution import Distribution
+from qwen_edit_zero.training.chronicle import Chronicle
 from qwen_edit_zero.training.metrics import MetricsWriter, StepMetrics
 from qwen_edit_zero.training.progress import Progress
+
+
+class ChronicleHook:
+    """The first of the hooks: where another start has taken over the run, nothing of a step is written."""
+
+    def __init__(self, chronicle: Chronicle, watchdog: Watchdog) -> None:
+        self._chronicle, self._watchdog = chronicle, watchdog
+
+    def after_step(self, metrics: StepMetrics, *, is_last: bool) -> None:
+        """Raise FencedError if the folder belongs to another start now; record a step that was skipped."""
+        self._watchdog.stepped(metrics.step_seconds)
+        self._chronicle.may_write_often()
+        if metrics.skipped:
+            self._chronicle.event("skipped", step=metrics.step, reason=metrics.skip_reason)
 
 
 class MetricsHook:

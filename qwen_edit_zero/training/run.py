@@ -11,10 +11,12 @@ import torch
 from qwen_edit_zero.checkpoints.frozen import FrozenShare
 from qwen_edit_zero.checkpoints.reader import DamagedError
 from qwen_edit_zero.checkpoints.shared_reading import opened_together
-from qwen_edit_zero.cluster import process_group
-from qwen_edit_zero.cluster.collectives import barrier
+from qwen_edit_zero.cluster import failure, process_group, signals
+from qwen_edit_zero.cluster.collectives import barrier, gather_objects
 from qwen_edit_zero.cluster.device_setup import set_numerics
 from qwen_edit_zero.cluster.identity import Identity
+from qwen_edit_zero.cluster.pulse import position
+from qwen_edit_zero.cluster.watchdog import Watchdog
 from qwen_edit_zero.edit_data.batches.loader import BatchLoader
 from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
 from qwen_edit_zero.edit_model.attention import resolve_attention
@@ -26,17 +28,19 @@ from qwen_edit_zero.engines.adamw import check_optimizer
 from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.factory import make_engine
 from qwen_edit_zero.engines.precision import DTYPES
+from qwen_edit_zero.errors import START_AGAIN
 from qwen_edit_zero.settings.load import LoadedSettings
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.settings.render import settings_yaml
 from qwen_edit_zero.training import resume as resuming
 from qwen_edit_zero.training import run_folder
 from qwen_edit_zero.training.base_weights import base_fingerprint, frozen_share, starting_weights
+from qwen_edit_zero.training.chronicle import Chronicle
 from qwen_edit_zero.training.conditioning import Conditioned, condition
-from qwen_edit_zero.training.hooks import DrawnHook, MetricsHook, PeriodicHook
+from qwen_edit_zero.training.hooks import ChronicleHook, DrawnHook, MetricsHook, PeriodicHook
 from qwen_edit_zero.training.loading import check_whole, load_checkpoint
 from qwen_edit_zero.training.lr import lr_at
-from qwen_edit_zero.training.metrics import MetricsWriter
+from qwen_edit_zero.training.metrics import MetricsWriter, StepMetrics
 from qwen_edit_zero.training.order import SampleOrder, order_identity, sample_order
 from qwen_edit_zero.training.progress import Progress
 from qwen_edit_zero.training.samples import SamplePictures
@@ -51,8 +55,11 @@ from qwen_edit_zero.training.task import EditTask
 from qwen_edit_zero.training.trainer import Hook, Trainer
 
 
-def train(loaded: LoadedSettings, identity: Identity, resume: str, *, accept_changes: bool = False) -> int:
-    """Run training on this rank to its end; returns the exit status. Raises UserError and RunError."""
+def train(
+    loaded: LoadedSettings, identity: Identity, resume: str, *, accept_changes: bool = False, take_over: bool = False
+) -> int:
+    """Run training on this rank to its end; returns the exit status: 0, or START_AGAIN if a signal asked for the end
+    and the state is saved. Raises UserError and RunError."""
     settings = loaded.settings
     # Before ranks meet: a wrong path then costs nobody a time-out.
     folder = open_model_folder(settings.model.path, without_weights=resume != resuming.NONE)
@@ -63,7 +70,8 @@ def train(loaded: LoadedSettings, identity: Identity, resume: str, *, accept_cha
     )
     set_numerics(settings, device)
     try:
-        return _Run(settings, settings_yaml(loaded), folder, identity, device, resume, accept_changes).go()
+        text = settings_yaml(loaded)
+        return _Run(settings, text, folder, identity, device, resume, accept_changes, take_over).go()
     finally:
         process_group.stop()
 
@@ -78,10 +86,13 @@ class _Run:
         device: torch.device,
         resume: str,
         accept_changes: bool,
+        take_over: bool,
     ) -> None:
         self.settings, self.settings_text, self.folder = settings, settings_text, folder
         self.rank, self.world, self.device, self.resume = rank.rank, rank.world_size, device, resume
-        self.accept_changes = accept_changes
+        self.accept_changes, self.take_over = accept_changes, take_over
+        self.launcher = rank.launcher
+        self.chronicle: Chronicle  # from when the run folder is taken
         self.path = run_folder.run_folder(settings)
         self.checkpoints = self.path / run_folder.CHECKPOINTS
 
@@ -90,7 +101,9 @@ class _Run:
             print(message, flush=True)
 
     def go(self) -> int:
-        with run_folder.take(self.path) if self.rank == 0 else nullcontext():
+        with run_folder.take(self.path, take_over=self.take_over) if self.rank == 0 else nullcontext() as lock:
+            if lock is not None and lock.taken_from is not None:
+                self.say(f"taking {self.path} over from {lock.taken_from}")
             engine = make_engine(self.settings, device=self.device)
             try:
                 probe_backup(self.settings.checkpoint, self.checkpoints)
@@ -100,7 +113,11 @@ class _Run:
                     if aside is not None:
                         self.say(f"starting over: what the earlier run {self.settings.run.name} left is now in {aside}")
                 barrier()
-                return self._go(engine, module)
+                with Chronicle(self.path, self.rank, None if lock is None else lock.fence) as self.chronicle:
+                    self.chronicle.begin(ranks=self.world, engine=engine.name, launcher=self.launcher)
+                    status = self._go(engine, module)
+                    signals.ignore()  # launchers end the ranks that are left when the first has gone
+                    return status
             finally:
                 engine.close()
 
@@ -169,6 +186,7 @@ class _Run:
                     choice.went_on_from(checkpoint)
                     first = reader.step
                     self.say(f"going on from {reader.path} (step {first}, written by {reader.manifest.engine})")
+                    self.chronicle.event("resumed", step=first, checkpoint=reader.path)
                 break
             except DamagedError as error:
                 choice.refuse(checkpoint, error.fault)
@@ -178,9 +196,25 @@ class _Run:
         if not is_set_up:
             self._set_up(engine, module)
         frozen = frozen_share(settings, self.folder, module, checkpoint, rank=self.rank, world=self.world)
-        self._fit(engine, conditioned, order, identity, first, total_steps, frozen)
+        stopped = self._fit(engine, conditioned, order, identity, first, total_steps, frozen)
+        if stopped is not None:
+            return self._preempted(stopped)
+        self.chronicle.end("finished", 0)
         self.say(f"finished {total_steps} {'step' if total_steps == 1 else 'steps'}; everything is in {self.path}")
         return 0
+
+    def _preempted(self, stopped: StepMetrics) -> int:
+        """Tell who was asked to end. Collective."""
+        asked = [(rank, name) for rank, name in enumerate(gather_objects(signals.requested())) if name is not None]
+        rank, name = asked[0]
+        where = "" if len(asked) == self.world else f" (rank {rank})"
+        self.chronicle.event("preempted", step=stopped.step, signal=name, rank=rank)
+        self.chronicle.end(f"preempted by {name}", START_AGAIN)
+        self.say(
+            f"{self.path.name} was asked to end by {name}{where}: step {stopped.step} is saved, and the same command "
+            f"goes on from there; exit status {START_AGAIN}"
+        )
+        return START_AGAIN
 
     def _complete(self, checkpoint: Path, total_steps: int) -> int:
         """Nothing is left to train; copies that are missing in the backup are made."""
@@ -189,6 +223,7 @@ class _Run:
             "raise run.max_steps or run.epochs; for another run, set run.name; to start over, use --resume none"
         )
         catch_up_backup(self.settings.checkpoint, self.checkpoints, self.say)
+        self.chronicle.end("complete before it began", 0)
         return 0
 
     def _module(self, engine: ParallelEngine) -> torch.nn.Module:
@@ -231,8 +266,10 @@ class _Run:
         first: int,
         total_steps: int,
         frozen: FrozenShare | None,
-    ) -> None:
+    ) -> StepMetrics | None:
+        """Train to the last step, or to the one that is returned, after which a signal asked for the end."""
         settings, data, schedule = self.settings, conditioned.training, order.schedule
+        self.chronicle.may_write()
         if self.rank == 0:
             run_folder.write_settings(self.path, self.settings_text)
         size = engine.ranks.sequence_size
@@ -257,8 +294,16 @@ class _Run:
             checkpoint_contents(settings, self.folder, engine, identity),
             progress.say,
             frozen,
+            self.chronicle.may_write,
+            lambda step, path: self.chronicle.event("save", step=step, path=path),
+        )
+        watchdog = Watchdog(
+            factor=settings.run.hang_factor,
+            extra_seconds=settings.run.hang_seconds,
+            first_seconds=max(settings.engine.timeout_seconds, settings.run.hang_seconds),
         )
         hooks: list[Hook] = [
+            ChronicleHook(self.chronicle, watchdog),
             MetricsHook(progress, writer),
             DrawnHook(order.distribution, progress, writer),
             checkpoints,
@@ -266,22 +311,27 @@ class _Run:
                 settings.sampling.every, lambda m: pictures.draw(samples_folder / f"step-{m.step:08d}"), progress.say
             ),
         ]
+        failure.expect_signs_within(settings.run.silent_seconds)
         try:
-            with BatchLoader(
-                data.samples,
-                conditioned.cache,
-                data.key_of,
-                schedule,
-                rank=engine.dp_rank,
-                world_size=engine.dp_size,
-                micro_size=settings.batch.micro_size,
-                weights=order.loss_weights,
-                costs=order.costs,
-                prefetch=settings.data.prefetch,
-                workers=settings.data.workers,
-                device=self.device,
-            ) as loader:
-                Trainer(
+            with (
+                signals.deferred(),
+                watchdog,
+                BatchLoader(
+                    data.samples,
+                    conditioned.cache,
+                    data.key_of,
+                    schedule,
+                    rank=engine.dp_rank,
+                    world_size=engine.dp_size,
+                    micro_size=settings.batch.micro_size,
+                    weights=order.loss_weights,
+                    costs=order.costs,
+                    prefetch=settings.data.prefetch,
+                    workers=settings.data.workers,
+                    device=self.device,
+                ) as loader,
+            ):
+                stopped = Trainer(
                     engine,
                     EditTask(self.folder, settings),
                     steps=loader.steps,
@@ -291,9 +341,15 @@ class _Run:
                     sample_ids=lambda plan: [data.samples[i].id for i in plan.indices],
                     max_skipped=settings.optimizer.max_skipped,
                     min_loss_scale=settings.precision.min_loss_scale if settings.precision.mode == "fp16" else None,
+                    asked_to_end=lambda: signals.requested() is not None,
                     hooks=hooks,
                 ).fit(first, total_steps, samples_seen=schedule.samples_before(first))
-            checkpoints.finish()
+                position.end("saving")
+                if stopped is None:
+                    checkpoints.finish()
+                else:
+                    checkpoints.save_now(stopped)
+            return stopped
         finally:
             checkpoints.close()
             progress.close()

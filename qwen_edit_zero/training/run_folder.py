@@ -7,7 +7,10 @@ RUN/tensorboard/
 RUN/checkpoints/step-00000200/
 RUN/samples/step-00000200/
 RUN/left_out.jsonl    rows of the manifests that were refused, under data.on_error=skip
+RUN/events.jsonl      starts, saves, preemptions, skipped steps, how each start ended
+RUN/logs/             what each rank printed, and where it was when the run hung
 RUN/.lock             held by the run that is going on
+RUN/.fence            which start may write into this folder
 RUN/.columns/         what the run knows of its samples, while it is going on
 RUN/cache/            latents and embeddings, unless data.cache_dir says otherwise
 """
@@ -23,6 +26,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from qwen_edit_zero.cluster.fencing import FENCE_FILE
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.training.run_lock import LOCK_FILE, RunLock
@@ -30,7 +34,11 @@ from qwen_edit_zero.training.run_lock import LOCK_FILE, RunLock
 CHECKPOINTS, SAMPLES, CACHE, SETTINGS_FILE = "checkpoints", "samples", "cache", "settings.yaml"
 LEFT_OUT = "left_out.jsonl"
 WORK = ".columns"
-_KEPT_ON_RESTART = {CACHE, LOCK_FILE}  # the cache is keyed by content, so as right for the new run as for the old one
+_KEPT_ON_RESTART = {
+    CACHE,
+    LOCK_FILE,
+    FENCE_FILE,
+}  # the cache is keyed by content, so as right for the new run as for the old one
 _VERSIONS = ("qwen-edit-zero", "torch", "deepspeed", "diffusers", "transformers", "peft", "safetensors", "numpy")
 
 
@@ -45,15 +53,18 @@ def cache_folder(settings: Settings) -> Path:
     return chosen.expanduser().absolute() if chosen else run_folder(settings) / CACHE
 
 
-def take(folder: Path) -> RunLock:
-    """Make the run folder and hold it against other runs. For rank 0 only. Raises SettingsError."""
+def take(folder: Path, *, take_over: bool = False) -> RunLock:
+    """Make the run folder and hold it against other runs. For rank 0 only. Raises SettingsError.
+
+    `take_over`: also if a run holds it that the user knows to be gone; see `RunLock`.
+    """
     with _understood(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if os.statvfs(folder).f_flag & os.ST_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-        return RunLock(folder)
+        return RunLock(folder, take_over=take_over)
 
 
 def set_aside(folder: Path) -> Path | None:

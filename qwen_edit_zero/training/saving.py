@@ -66,6 +66,8 @@ class CheckpointHook:
         describe: the contents of a checkpoint after a step, given the metrics recorded with it.
         say: prints on rank 0.
         frozen: what this rank writes of the frozen parameters; streamed from where they are, not copied to memory.
+        may_write: asked on rank 0 before anything in `folder` changes; raises if it belongs to another run now.
+        saved: told on every rank of each checkpoint that is whole: its step and folder.
 
     Raises SettingsError if `checkpoint.backup` cannot be understood. Collective.
     """
@@ -78,8 +80,11 @@ class CheckpointHook:
         describe: Describe,
         say: Callable[[str], None],
         frozen: FrozenShare | None = None,
+        may_write: Callable[[], None] = lambda: None,
+        saved: Callable[[int, Path], None] = lambda step, path: None,
     ) -> None:
         self._engine, self._folder, self._settings, self._describe, self._say = engine, folder, settings, describe, say
+        self._may_write, self._saved, self._last_saved = may_write, saved, -1
         self._frozen = frozen
         self._ranks = Coordinator()
         self._losses = _MeanLoss()
@@ -87,8 +92,9 @@ class CheckpointHook:
         place = None if settings.backup is None else backup_of_run(settings.backup, folder)
         with self._ranks.together(f"making {folder}"):
             if self._ranks.rank == 0:
+                may_write()
                 make_folder(folder)
-                self._caretaker = Caretaker(folder, _retention(settings), place)
+                self._caretaker = Caretaker(folder, _retention(settings), place, may_write)
                 self._caretaker.catch_up()
         self._flight: _Flight | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -108,6 +114,17 @@ class CheckpointHook:
             self._land()
         if is_last or (self._settings.every is not None and metrics.step % self._settings.every == 0):
             self._save(metrics, is_last)
+        self._pass_on()
+
+    def save_now(self, metrics: StepMetrics) -> None:
+        """Save the state of this step, unless that is done, and wait until it is whole: the run is to end here.
+
+        Does not wait for copies in the backup, which the next start makes. Raises StorageError. Collective.
+        """
+        if self._flight is not None:
+            self._land()
+        if self._last_saved != metrics.step:
+            self._save(metrics, is_last=True, may_wait=True)
         self._pass_on()
 
     def finish(self) -> None:
@@ -131,7 +148,7 @@ class CheckpointHook:
             self._caretaker.abandon()
         self._pass_on()
 
-    def _save(self, metrics: StepMetrics, is_last: bool) -> None:
+    def _save(self, metrics: StepMetrics, is_last: bool, *, may_wait: bool = False) -> None:
         if self._flight is not None:
             busy = f"the checkpoint of step {self._flight.step} is still being written"
             if self._settings.when_busy == "skip" and not is_last:
@@ -143,8 +160,10 @@ class CheckpointHook:
             self._caretaker.settle()
         contents = self._describe(metrics, self._finite(metrics.step, self._losses.take(metrics)))
         try:
-            save = plan_save(self._folder, contents, self._engine.local_state, self._ranks, self._frozen)
-            if self._thread is not None and self._host_memory_suffices(save):
+            save = plan_save(
+                self._folder, contents, self._engine.local_state, self._ranks, self._frozen, self._may_write
+            )
+            if self._thread is not None and not may_wait and self._host_memory_suffices(save):
                 self._take_off(save, is_last)
                 return
             path = write_save(save, stream_ranges(save.changing, self._engine.local_state), self._ranks)
@@ -213,6 +232,8 @@ class CheckpointHook:
 
     def _landed(self, step: int, path: Path) -> None:
         self._say(f"step {step}: wrote {path}")
+        self._last_saved = step
+        self._saved(step, path)
         if self._caretaker is not None:
             self._caretaker.look_after(path)
 

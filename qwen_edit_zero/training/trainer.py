@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from qwen_edit_zero.cluster.collectives import gather_objects, sum_over_ranks
+from qwen_edit_zero.cluster.pulse import position
 from qwen_edit_zero.edit_data.batches.batch import EditBatch
 from qwen_edit_zero.edit_data.batches.loader import StepBatches
 from qwen_edit_zero.edit_data.batches.schedule import StepPlan
@@ -47,6 +48,9 @@ class Trainer:
         sample_ids: ids of a step's samples over all ranks, for messages.
         max_skipped: consecutive steps with a non-finite gradient that are tolerated.
         min_loss_scale: of fp16, at which a skipped step ends the run; None in other precisions.
+        asked_to_end: whether this rank has been asked to end the run after the step under way. All ranks learn of it
+            with the step's loss, in a collective that there is anyway, so that it costs nothing, and is the same step
+            for all.
     """
 
     def __init__(
@@ -59,14 +63,20 @@ class Trainer:
         sample_ids: Callable[[StepPlan], Sequence[str]],
         max_skipped: int,
         min_loss_scale: float | None = None,
+        asked_to_end: Callable[[], bool] = lambda: False,
         hooks: Sequence[Hook],
     ) -> None:
         self.engine, self.task, self.hooks = engine, task, hooks
         self.steps, self.lr_at, self.sample_ids = steps, lr_at, sample_ids
         self.max_skipped, self.min_loss_scale = max_skipped, min_loss_scale
+        self.asked_to_end, self._ends = asked_to_end, False
 
-    def fit(self, first: int, last: int, *, samples_seen: int) -> None:
-        """Train steps `first` up to `last`, having seen `samples_seen` samples before. Raises DivergenceError."""
+    def fit(self, first: int, last: int, *, samples_seen: int) -> StepMetrics | None:
+        """Train steps `first` up to `last`, having seen `samples_seen` samples before.
+
+        Returns None when the last step is done; else the step, the same on all ranks, after which the run is to end
+        because some rank was asked to. Raises DivergenceError.
+        """
         skipped_in_a_row = 0
         for plan, batches in self.steps(first, last):
             metrics = self.train_step(plan, batches, samples_seen=samples_seen)
@@ -76,11 +86,14 @@ class Trainer:
                 hook.after_step(metrics, is_last=metrics.step == last)
             if metrics.skipped:
                 self._check_skipping(metrics, plan, skipped_in_a_row)
+            if self._ends and metrics.step < last:
+                return metrics
         if skipped_in_a_row and skipped_in_a_row == last - first:
             raise DivergenceError(
                 f"none of the steps {first + 1} to {last} was applied: {metrics.skip_reason}. The weights are as the "
                 "run found them"
             )
+        return None
 
     def _check_skipping(self, metrics: StepMetrics, plan: StepPlan, in_a_row: int) -> None:
         """Raise DivergenceError if a skipped step is one too many."""
@@ -103,15 +116,18 @@ class Trainer:
     def train_step(self, plan: StepPlan, batches: StepBatches, *, samples_seen: int) -> StepMetrics:
         """One optimizer step over all ranks. The loss reported is the mean over the samples of the global batch."""
         began = time.perf_counter()
+        position.begin(plan.step + 1)
         samples, data_seconds, flops = len(plan.indices), 0.0, 0.0
         by_sample: list[tuple[Sequence[str], torch.Tensor]] = []
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.engine.device)  # read once a step: no sync between
         incoming = iter(batches)
         for i in range(len(batches)):
             waiting = time.perf_counter()
+            position.at(f"waiting for the data of micro-batch {i + 1} of {len(batches)}")
             batch = next(incoming).to(self.engine.device, non_blocking=True)  # the loader has had it moved already
             data_seconds += time.perf_counter() - waiting
             flops += self.task.flops(batch)
+            position.at(f"forward and backward of micro-batch {i + 1} of {len(batches)}", batch.sample_ids)
             with self.engine.micro_step(is_last=i == len(batches) - 1):
                 losses = self.task.losses(self.engine.forward, batch)
                 loss = (losses * batch.weights).sum()
@@ -119,11 +135,15 @@ class Trainer:
             loss_sum += loss.detach()
             by_sample.append((batch.sample_ids, losses.detach()))
         lr = self.lr_at(int(self.engine.scalars()["optimizer_steps"]))
+        position.at("the optimizer's step")
         result = self.engine.step(lr=lr)
-        totals = torch.tensor([loss_sum.item(), flops], dtype=torch.float64)
+        totals = torch.tensor([loss_sum.item(), flops, float(self.asked_to_end())], dtype=torch.float64)
+        position.at("summing losses over ranks")
         # Ranks that split sequences have each computed the same samples' losses.
         sums = sum_over_ranks(totals, self.engine.device) / self.engine.ranks.sequence_size
-        total_loss, total_flops = sums.tolist()
+        total_loss, total_flops, asked = sums.tolist()
+        self._ends = asked > 0
+        position.end("between steps")
         seconds = time.perf_counter() - began
         return StepMetrics(
             step=plan.step + 1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -115,7 +116,8 @@ def test_storage_that_fails_at_any_file_is_told_with_advice_and_leaves_nothing(
     monkeypatch.setattr(disk.ChecksummedFile, "write", write)
     with pytest.raises(StorageError) as caught:
         save(tmp_path, 2)
-    assert f"{os.strerror(number)} ({tmp_path / '.step-00000002.partial' / name}); " in str(caught.value)
+    place = rf"{re.escape(str(tmp_path))}/\.step-00000002\.[0-9a-f]{{8}}\.partial/{re.escape(name)}"
+    assert re.search(rf"{os.strerror(number)} \({place}\); ", str(caught.value))
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     assert differing_bytes(tmp_path / "step-00000001", made_up_state(1)) == 0
 
@@ -169,7 +171,7 @@ def test_a_killed_rank_leaves_nothing_that_counts(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"rank \d (died|failed)"):
         run_ranks(_die_while_streaming, 2, tmp_path)
     assert latest_checkpoint(tmp_path).path == tmp_path / "step-00000001"
-    assert (tmp_path / ".step-00000002.partial").is_dir()
+    assert len(list(tmp_path.glob(".step-00000002.*.partial"))) == 1
     save(tmp_path, 2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
     assert differing_bytes(tmp_path / "step-00000002", made_up_state(2)) == 0

@@ -37,7 +37,7 @@ def test_starting_over_moves_what_is_there_but_for_the_cache_and_the_lock(tmp_pa
         aside = set_aside(folder)
         assert aside is not None
         assert [p.name for p in aside.iterdir()] == ["metrics.jsonl"]
-        assert {p.name for p in folder.iterdir()} == {"cache", ".lock"}
+        assert {p.name for p in folder.iterdir()} == {"cache", ".lock", ".fence"}
         assert set_aside(folder) is None
         with pytest.raises(SettingsError, match="in use"):
             take(folder)
