@@ -193,6 +193,7 @@ def write_save(save: PlannedSave, data: Data, ranks: Coordinator) -> Path:
     except QwenEditError:
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
+            save.may_write()  # a newer run deletes what this one was writing; then that is the reason to be told
         raise
     return save.final
 

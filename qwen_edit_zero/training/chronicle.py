@@ -11,7 +11,7 @@ from qwen_edit_zero.cluster import failure
 from qwen_edit_zero.cluster.failure import Failure, LastWords
 from qwen_edit_zero.cluster.fencing import Fence
 from qwen_edit_zero.cluster.pulse import position
-from qwen_edit_zero.errors import START_AGAIN
+from qwen_edit_zero.errors import START_AGAIN, FencedError, StorageError
 from qwen_edit_zero.training.events import Events
 from qwen_edit_zero.training.hang_report import write_stacks
 from qwen_edit_zero.training.progress import format_seconds
@@ -46,6 +46,17 @@ class Chronicle:
         """As `may_write`, for every step: looks once a second."""
         if self._fence is not None:
             self._fence.check_often()
+
+    @property
+    def shut_out(self) -> bool:
+        """Whether the folder belongs to another start now, as far as rank 0 knows."""
+        try:
+            self.may_write()
+        except FencedError:
+            return True
+        except StorageError:
+            pass
+        return False
 
     def begin(self, **values: Any) -> None:
         """Record the start."""

@@ -353,7 +353,7 @@ class _Run:
         finally:
             checkpoints.close()
             progress.close()
-            if writer is not None:
+            if writer is not None and not self.chronicle.shut_out:
                 writer.close()
 
 
