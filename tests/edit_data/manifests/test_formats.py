@@ -315,6 +315,39 @@ def test_more_control_folders_than_references_are_refused(tmp_path: Path) -> Non
     assert "has 2 pictures; at most 1 are taken" in message(tmp_path, max_references=1)
 
 
+def test_folders_of_pictures_hide_nothing(tmp_path: Path) -> None:
+    """What is not read is told; two pictures for one place are refused, masks and numbered controls too."""
+    for folder in ("target", "control", "mask"):
+        for stem in "abc":
+            save(tmp_path / folder / f"{stem}.png")
+    for stem in "abc":
+        written(tmp_path / "target" / f"{stem}.txt", "x")
+    (tmp_path / "mask" / "b.png").rename(tmp_path / "mask" / "b_mask.png")
+    save(tmp_path / "mask" / "c.jpg")
+    save(tmp_path / "target" / "more" / "d.png")
+    save(tmp_path / "source" / "a.png")
+    save(tmp_path / "Control" / "a.png")
+    table = open_manifest(tmp_path, on_error="skip")
+    assert [s.target_name for s in table] == ["target/a.png", "target/b.png"]
+    assert '"mask" has "c.jpg" and "c.png" for it' in table.refused[0].reason
+    told = table.describe()
+    for words in (
+        'not used: "', '"source"', 'left alone: "more" in "target"', "2 targets of", "1 masks have no target, such as",
+    ):  # fmt: skip
+        assert words in told
+
+    save(tmp_path / "control" / "a.jpg")
+    save(tmp_path / "control" / "b_1.png")
+    save(tmp_path / "control" / "b_01.png")
+    save(tmp_path / "control" / "z_1.png")
+    toml = "[[datasets]]\nimage_directory='target'\ncontrol_directory='control'\ncaption_extension='.txt'\n"
+    table = open_manifest(written(tmp_path / "d.toml", toml), on_error="skip")
+    assert [s.source_names for s in table] == [("control/c.png",)]
+    assert '"a.jpg" and "a.png" for it, which are one reference' in table.refused[0].reason
+    assert '"b_01.png" and "b_1.png" for it' in table.refused[1].reason
+    assert "have no target" in table.describe()
+
+
 # Hugging Face: imagefolder, Parquet
 
 
@@ -460,6 +493,34 @@ def test_webdataset_shards_with_columns_in_extensions_and_json(tmp_path: Path) -
         assert 'WebDataset, 3 rows; not used: "score"' in table.describe()
         assert table.where(3) == 'sample 1 of "s-001.tar"'
     assert "there is no such file" in message(tmp_path / "s-{000..002}.tar")
+
+
+def test_a_later_row_may_have_more_references_than_the_first(tmp_path: Path) -> None:
+    """None is lost: columns are those of each row, and a gap is refused."""
+    rows = [
+        {"file_name": "t.png", "input_file_name": "a.png", "text": "one"},
+        {"file_name": "t.png", "input_file_name": "a.png", "input_2_file_name": "b.png", "text": "two", "odd": 1},
+        {"file_name": "t.png", "input_1_file_name": "b.png", "input_2_file_name": "a.png", "text": "numbered"},
+    ]
+    folder = lines(tmp_path / "f" / "metadata.jsonl", rows).parent
+    table = open_manifest(folder)
+    assert [s.source_names for s in table] == [("a.png",), ("a.png", "b.png"), ("b.png", "a.png")]
+    assert 'not used: "odd"' in table.describe()
+    columns = ("input_1", "input_2", "after", "what")
+    told = {"source": ["input_1"], "target": "after", "instruction": "what"}
+    only = lines(tmp_path / "told.jsonl", [dict.fromkeys(columns, "a.png")])
+    assert open_manifest(only, columns=told)[0].source_names == ("a.png",)
+
+    def members(key: str, *columns: str) -> list[tuple[str, bytes | str | dict[str, Any]]]:
+        return [(f"{key}.txt", key), *((f"{key}.{column}.png", png(1)) for column in columns)]
+
+    several = [
+        *members("1", "source_0", "target"), *members("2", "source_0", "source_1", "target"),
+        *members("3", "source_1", "target"), *members("4", "source", "target"),
+    ]  # fmt: skip
+    table = open_manifest(shard(tmp_path / "s.tar", several), on_error="skip")
+    assert [len(s.source_names) for s in table] == [1, 2, 1]
+    assert '"source_0" is empty, but "source_1" is not' in table.refused[0].reason
 
 
 def test_webdataset_with_plain_extensions(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qwen_edit_zero.edit_data.manifests.names import RowError
@@ -43,15 +43,27 @@ class ColumnMap:
         of: the column of each key of ours that is there, but for `source`.
         sources: the columns of the references in order; one may hold a list.
         called: what messages call each key of ours.
+        stem: what the columns of the references are called but for their numbers, where they go by usual names.
     """
 
     of: Mapping[str, str]
     sources: tuple[str, ...]
     called: Mapping[str, str]
+    stem: str | None = None
 
     def used(self) -> set[str]:
         """The columns that are read."""
         return {*self.of.values(), *self.sources}
+
+    def for_row(self, names: Iterable[str]) -> ColumnMap:
+        """The map of a row with these columns: it may have more numbered references than the first row had."""
+        if self.stem is None:
+            return self
+        there = set(names) - set(self.of.values())
+        found = numbered({*there, *self.sources}, self.stem)
+        if len(found) > 1 and found[0] == self.stem and self.stem not in there:
+            del found[0]  # `source_0` and `source_1` where the first row has `source`
+        return self if set(found) <= set(self.sources) else replace(self, sources=tuple(found))
 
     def values(self, cells: Mapping[str, Any]) -> dict[str, Any]:
         """A row under our keys. Empty cells count as absent, but for an empty instruction, which is named so.
@@ -123,8 +135,9 @@ def find_map(names: Sequence[str], *, told: Columns | None, table: str) -> Colum
     if "target" not in of and (found := _first(names, "target", taken)):
         of["target"] = found
         taken.add(found)
+    stem: str | None = None
     if not sources:
-        sources = _sources(names, taken)
+        stem, sources = _sources(names, taken)
         taken.update(sources)
     for key in _USUAL:
         if key not in of and key not in ("source", "target") and (found := _first(names, key, taken)):
@@ -136,7 +149,7 @@ def find_map(names: Sequence[str], *, told: Columns | None, table: str) -> Colum
             f"{table}: its columns are {', '.join(map(shown, names))}, and it cannot be told which of them is "
             f"{' and '.join(missing)}; say it with data.columns, as in data.columns='{{{missing[0]}: NAME}}'"
         )
-    return ColumnMap(of, sources, _called(of, sources))
+    return ColumnMap(of, sources, _called(of, sources), stem)
 
 
 def unused_note(unused: Iterable[str]) -> list[str]:
@@ -162,12 +175,12 @@ def _first(names: Sequence[str], key: str, taken: set[str]) -> str | None:
     return next((name for name in _USUAL[key] if name in names and name not in taken), None)
 
 
-def _sources(names: Sequence[str], taken: set[str]) -> tuple[str, ...]:
+def _sources(names: Sequence[str], taken: set[str]) -> tuple[str | None, tuple[str, ...]]:
     free = [name for name in names if name not in taken]
     for stem in _USUAL["source"]:
         if found := numbered(free, stem):
-            return tuple(found)
-    return ()
+            return stem, tuple(found)
+    return None, ()
 
 
 def _called(of: Mapping[str, str], sources: Sequence[str]) -> dict[str, str]:

@@ -22,14 +22,12 @@ def diffsynth_csv(folder: Folder, name: str) -> Reader:
 
 def diffsynth_lines(folder: Folder, name: str) -> Reader:
     """DiffSynth's metadata.jsonl: as the CSV, and `edit_image` may be a list."""
-    convert, called = _by_row(lambda names: fixed_map(*DIFFSYNTH, names=names))
-    return MappedLines(folder, name, f"DiffSynth {_last(name)}", convert, called)
+    return MappedLines(folder, name, f"DiffSynth {_last(name)}", _by_row(_diffsynth), _diffsynth(()).called)
 
 
 def diffsynth_array(folder: Folder, name: str) -> Reader:
     """DiffSynth's metadata.json: an array of the objects of metadata.jsonl."""
-    convert, called = _by_row(lambda names: fixed_map(*DIFFSYNTH, names=names))
-    return MappedArray(folder, name, f"DiffSynth {_last(name)}", convert, called)
+    return MappedArray(folder, name, f"DiffSynth {_last(name)}", _by_row(_diffsynth), _diffsynth(()).called)
 
 
 def musubi_lines(folder: Folder, name: str, *, weight: float = 1.0) -> Reader:
@@ -43,7 +41,7 @@ def musubi_lines(folder: Folder, name: str, *, weight: float = 1.0) -> Reader:
         controls = numbered(names, "control_path") or ["control_path"]
         return fixed_map(target, controls, "caption", names=names)
 
-    convert, called = _by_row(columns)
+    convert = _by_row(columns)
 
     def with_weight(cells: dict[str, Any]) -> tuple[Mapping[str, Any], set[str]]:
         values, used = convert(cells)
@@ -52,22 +50,30 @@ def musubi_lines(folder: Folder, name: str, *, weight: float = 1.0) -> Reader:
             return values, used
         return {**values, "weight": own * weight}, used
 
-    return MappedLines(folder, name, f"musubi-tuner {_last(name)}", with_weight, called)
+    return MappedLines(folder, name, f"musubi-tuner {_last(name)}", with_weight, columns(()).called)
 
 
 def told_lines(folder: Folder, name: str, title: str, told: Columns | None, first: Sequence[str]) -> Reader:
     """JSON Lines whose keys are known only from the first row and from `data.columns`."""
     found = find_map(first, told=told, table=f"{title} {_last(name)}")
 
-    def convert(cells: dict[str, Any]) -> tuple[Mapping[str, Any], set[str]]:
-        return found.values(cells), found.used()
+    return lines_by_row(folder, name, title, found.for_row, found.called)
 
-    reader = MappedLines(folder, name, title, convert, found.called)
+
+def lines_by_row(
+    folder: Folder, name: str, title: str, columns: Callable[[Sequence[str]], ColumnMap], called: Mapping[str, str]
+) -> Reader:
+    """JSON Lines whose map `columns` makes for the keys of a row, by a map for the first one."""
+    reader = MappedLines(folder, name, title, _by_row(columns), called)
     reader.uses_columns = True
     return reader
 
 
-def _by_row(columns: Callable[[Sequence[str]], ColumnMap]) -> tuple[Convert, Mapping[str, str]]:
+def _diffsynth(names: Sequence[str]) -> ColumnMap:
+    return fixed_map(*DIFFSYNTH, names=names)
+
+
+def _by_row(columns: Callable[[Sequence[str]], ColumnMap]) -> Convert:
     """A conversion whose map depends on the keys of the row; few different sets of keys come in one file."""
     maps: dict[tuple[str, ...], ColumnMap] = {}
 
@@ -80,7 +86,7 @@ def _by_row(columns: Callable[[Sequence[str]], ColumnMap]) -> tuple[Convert, Map
                 maps[names] = found
         return found.values(cells), found.used()
 
-    return convert, columns(()).called
+    return convert
 
 
 def _last(name: str) -> str:

@@ -10,6 +10,7 @@ import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import xxhash
@@ -63,9 +64,9 @@ class PairedPictures(Reader):
         self.total = sum(len(targets) for _, (targets, *_) in listed)
         for one, (targets, captions, controls, masks) in listed:
             stems = _by_stem(targets)
-            lone = sum(len(set(names)) for names in controls) if not one.is_numbered else 0
-            matched = 0
-            owners = _owners(controls[0], set(stems)) if one.is_numbered and controls else {}
+            lone = sum(len(names) for names in controls)
+            matched = masked = 0
+            owners = _owners(controls[0], set(stems)) if one.is_numbered else {}
             caption_of = _by_stem(captions)
             by_stem = [_by_stem(names) for names in controls]
             mask_of = _by_stem(masks)
@@ -76,19 +77,21 @@ class PairedPictures(Reader):
                 try:
                     values, used = self._values(one, name, stem, stems, caption_of, by_stem, owners, mask_of)
                     matched += used
+                    masked += "mask" in values
                 except RowError as error:
                     yield self.lines, RowError(f"{shown(posixpath.join(one.targets, name))}: {error}")
                     continue
                 yield self.lines, values
-            odd = [
-                entry.name
-                for entry in self._folder.entries(one.targets)
-                if entry.is_folder and entry.name.lower().endswith(PICTURES)
-            ]
-            if odd:
-                self.notes.append(f"left alone: {shown(odd[0])} in {shown(one.targets)}, which is a folder")
-            if lone > matched and not one.is_numbered:
+            inner = [entry.name for entry in self._folder.entries(one.targets) if entry.is_folder]
+            if inner:
+                more = f" and {len(inner) - 1} more" if len(inner) > 1 else ""
+                self.notes.append(f"left alone: {shown(inner[0])}{more} in {shown(one.targets)}, which is a folder")
+            if lone > matched:
                 self.notes.append(f"{lone - matched} control pictures of {shown(one.targets)} have no target")
+            if one.masks is not None and masked < len(targets):
+                self.notes.append(f"{len(targets) - masked} targets of {shown(one.targets)} have no mask")
+            if idle := sorted(set(mask_of) - set(stems)):
+                self.notes.append(f"{len(idle)} masks have no target, such as {shown(mask_of[idle[0]][0])}")
 
     def content_key(self, on_progress: Progress) -> str:
         digest = xxhash.xxh3_128()
@@ -108,7 +111,7 @@ class PairedPictures(Reader):
         stems: dict[str, list[str]],
         captions: dict[str, list[str]],
         by_stem: list[dict[str, list[str]]],
-        owners: dict[str, list[str]],
+        owners: dict[str, list[tuple[int, str]]],
         masks: dict[str, list[str]],
     ) -> tuple[dict[str, Any], int]:
         if len(stems[stem]) > 1:
@@ -118,9 +121,16 @@ class PairedPictures(Reader):
             )
         sources = []
         if one.is_numbered:
-            sources = [posixpath.join(one.controls[0], control) for control in owners.get(stem, [])]
-            if not sources:
+            numbered = owners.get(stem, [])
+            if not numbered:
                 raise RowError(_no_control(stem, one.controls[0], by_stem[0]))
+            for (number, name_), (next_, other) in pairwise(numbered):
+                if number == next_:
+                    raise RowError(
+                        f"{shown(one.controls[0])} has {shown(name_)} and {shown(other)} for it, which are one "
+                        "reference by their names; delete one of them"
+                    )
+            sources = [posixpath.join(one.controls[0], control) for _, control in numbered]
         else:
             for folder, found in zip(one.controls, by_stem, strict=True):
                 names = found.get(stem, [])
@@ -136,8 +146,12 @@ class PairedPictures(Reader):
         }
         if one.weight != 1.0:
             values["weight"] = one.weight
-        if one.masks is not None and masks.get(stem):
-            values["mask"] = posixpath.join(one.masks, masks[stem][0])
+        if one.masks is not None and (found_masks := masks.get(stem)):
+            if len(found_masks) > 1:
+                raise RowError(
+                    f"{shown(one.masks)} has {' and '.join(map(shown, found_masks))} for it; delete one of them"
+                )
+            values["mask"] = posixpath.join(one.masks, found_masks[0])
         return values, len(sources)
 
     def _caption(self, one: PairedFolders, stem: str, captions: dict[str, list[str]]) -> str:
@@ -183,8 +197,9 @@ def _by_stem(names: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _owners(controls: Sequence[str], stems: set[str]) -> dict[str, list[str]]:
-    """The controls of each stem by number; `a_1.png` is that of a target `a_1` if there is one, else of `a`."""
+def _owners(controls: Sequence[str], stems: set[str]) -> dict[str, list[tuple[int, str]]]:
+    """Numbers (-1: none) and names of each stem's controls; `a_1.png` is of a target `a_1` if there is one, else of
+    `a`."""
     found: dict[str, list[tuple[int, str]]] = {}
     for name in controls:
         stem = posixpath.splitext(name)[0]
@@ -193,7 +208,7 @@ def _owners(controls: Sequence[str], stems: set[str]) -> dict[str, list[str]]:
             found.setdefault(stem, []).append((-1, name))
         elif match and match[1] in stems:
             found.setdefault(match[1], []).append((int(match[2]), name))
-    return {stem: [name for _, name in sorted(names)] for stem, names in found.items()}
+    return {stem: sorted(names) for stem, names in found.items()}
 
 
 def _no_control(stem: str, folder: str, found: dict[str, list[str]]) -> str:

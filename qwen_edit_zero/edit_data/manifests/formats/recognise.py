@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen_edit_zero.edit_data.manifests.formats.base import Folder, Reader, name_of
-from qwen_edit_zero.edit_data.manifests.formats.columns import ColumnMap, Columns, find_map, numbered
+from qwen_edit_zero.edit_data.manifests.formats.columns import ColumnMap, Columns, find_map, numbered, unused_note
 from qwen_edit_zero.edit_data.manifests.formats.configs import (
     SeveralReaders,
     ai_toolkit_config,
@@ -24,6 +24,7 @@ from qwen_edit_zero.edit_data.manifests.formats.mapped import (
     diffsynth_array,
     diffsynth_csv,
     diffsynth_lines,
+    lines_by_row,
     musubi_lines,
     told_lines,
 )
@@ -168,7 +169,10 @@ def _of_folder(folder: Folder, name: str, form: str, told: Columns | None) -> Re
         if found:
             return _of_file(folder, found[0], form, told)
     if form in ("auto", "ai_toolkit") and (pairs := _paired(folder, name, folders)):
-        return PairedPictures(folder, "ai-toolkit folders", [pairs])
+        reader = PairedPictures(folder, "ai-toolkit folders", [pairs])
+        used = {path.rsplit("/", 1)[-1] for path in (pairs.targets, *pairs.controls, pairs.masks or "")}
+        reader.given_notes += unused_note(entry for entry in folders if entry not in used)
+        return reader
     for kind, ending in (("parquet", ".parquet"), ("webdataset", ".tar")):
         if form in ("auto", kind):
             found = [file for file in files if file.lower().endswith(ending)]
@@ -239,10 +243,13 @@ def _paired(folder: Folder, name: str, folders: Sequence[str]) -> PairedFolders 
 def imagefolder_lines(folder: Folder, name: str, keys: Sequence[str], told: Columns | None) -> Reader:
     """metadata.jsonl of an imagefolder: `file_name`, `X_file_name` and `X_file_names` name pictures."""
     renamed, back = _without_suffixes(keys)
-    found = _renamed(find_map(renamed, told=told, table=f"imagefolder {name}"), back)
-    names = [found.of.get("target", ""), *found.sources]
-    told_all: dict[str, Any] = {**found.of, "source": found.sources if len(found.sources) > 1 else found.sources[0]}
-    return told_lines(folder, name, "imagefolder metadata.jsonl", told_all, [*keys, *names])
+    found = find_map(renamed, told=told, table=f"imagefolder {name}")
+
+    def columns(keys: Sequence[str]) -> ColumnMap:
+        renamed, more = _without_suffixes(keys)
+        return _renamed(found.for_row(renamed), {**back, **more})
+
+    return lines_by_row(folder, name, "imagefolder metadata.jsonl", columns, _renamed(found, back).called)
 
 
 def _without_suffixes(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -259,10 +266,10 @@ def _without_suffixes(names: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return list(back), back
 
 
-def _renamed(found: Any, back: dict[str, str]) -> Any:
+def _renamed(found: ColumnMap, back: dict[str, str]) -> ColumnMap:
     of = {key: back.get(column, column) for key, column in found.of.items()}
     sources = tuple(back.get(column, column) for column in found.sources)
-    return type(found)(of, sources, {**found.called, **of, "source": sources[0]})
+    return ColumnMap(of, sources, {**found.called, **of, "source": sources[0]})
 
 
 def _has_file_names(names: Sequence[str]) -> bool:

@@ -67,14 +67,14 @@ class WebDatasetShards(Reader):
                 self.lines += 1
                 yield self.lines, self._content(key, cells)
                 if not isinstance(cells, RowError) and len(unused) < 100:
-                    unused |= set(cells) - self._columns.used()
+                    unused |= set(cells) - self._columns.for_row(cells).used()
         self.notes = unused_note(unused - {"__key__"})
 
     def _content(self, key: str, cells: dict[str, Any] | RowError) -> Content:
         try:
             if isinstance(cells, RowError):
                 raise cells
-            return self._columns.values(cells)
+            return self._columns.for_row(cells).values(cells)
         except RowError as error:
             return RowError(f"{shown(key)}: {error}")
 
