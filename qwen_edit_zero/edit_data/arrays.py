@@ -22,5 +22,7 @@ def mapped_array(path: Path) -> npt.NDArray[Any]:
     with _one_at_a_time:
         try:
             return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        except EOFError as error:
+            raise ValueError(f"{path} is empty") from error
         except ValueError:  # nothing can be mapped of an empty array
             return np.asarray(np.load(path, allow_pickle=False))

@@ -124,7 +124,8 @@ def run_check(command: CheckCommand, say: Callable[[str], None] = print) -> int:
         workers=command.workers,
     )
     try:
-        with CacheLock(cache, exclusive=False):  # nobody deletes there meanwhile
+        with CacheLock(cache, exclusive=False) as lock:
+            lock.share()  # nobody deletes there meanwhile, and runs may begin
             checked = check_table(asked, lambda title, total: _Bar(title, total))
         page = write_page(checked, _told_settings(settings, note))
     except OSError as error:

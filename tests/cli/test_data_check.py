@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from qwen_edit_zero import check_cli
+from qwen_edit_zero.edit_data.cache.locks import CacheLock, try_lock
 from qwen_edit_zero.errors import StorageError, UserError
+from qwen_edit_zero.training import data_check
 from tests.edit_data.builders import save, write_manifest
 from tests.edit_data.check.checked import scene
 
@@ -49,6 +52,19 @@ def test_exit_statuses(manifest: Path, tmp_path: Path, capsys: pytest.CaptureFix
     write_manifest(tmp_path, [row("x", target="c.png")])
     assert check(manifest, *out, *AREAS) == 2
     assert "none of 1 rows can be used" in capsys.readouterr().out
+
+
+def test_a_run_may_begin_during_a_check(manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, got = data_check.check_table, []
+
+    def looked_into(asked: Any, new_bar: Any) -> Any:
+        with (asked.cache / CacheLock.NAME).open("r+b") as file:
+            got.append(try_lock(file.fileno(), shared=True))
+        return real(asked, new_bar)
+
+    monkeypatch.setattr(data_check, "check_table", looked_into)
+    assert check(manifest, "--out", tmp_path / "out", *AREAS) == 0
+    assert got == ["held"]
 
 
 def test_a_recipe_is_checked_with_its_model_and_its_cache(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,11 +23,11 @@ _VISIBLE_SECONDS = 60.0  # in which a network file system shows what another nod
 
 
 class Part:
-    """This rank's part of a column: appended to, then mapped."""
+    """This rank's part of a column: appended to, then mapped. `rows` are those so far."""
 
     def __init__(self, name: str, path: Path, dtype: npt.DTypeLike, shape: tuple[int, ...] = ()) -> None:
         self.name, self.dtype, self.shape = name, np.dtype(dtype), shape
-        self.path = path
+        self.path, self.rows = path, 0
         self._file: BinaryIO | None = path.open("wb")
 
     def append(self, values: Column) -> None:
@@ -34,6 +35,7 @@ class Part:
         assert self._file is not None
         assert values.shape[1:] == self.shape, (values.shape, self.shape)
         self._file.write(np.ascontiguousarray(values, self.dtype).data)
+        self.rows += len(values)
 
     def close(self) -> None:
         """Nothing more comes. Idempotent. Raises OSError."""
@@ -62,10 +64,10 @@ class Columns:
         """Join the parts of all ranks, of each column, in rank order; the whole columns, mapped. Collective."""
         for part in parts:
             part.close()
-        self.ranks.wait()
+        told = self.ranks.exchange([part.rows for part in parts])
         if self.ranks.first:
-            for part in parts:
-                self._join(part)
+            for part, rows in zip(parts, zip(*told, strict=True), strict=True):
+                self._join(part, rows)
         self.ranks.wait()
         for part in parts:
             part.path.unlink(missing_ok=True)
@@ -90,29 +92,28 @@ class Columns:
     def _part_path(self, name: str, rank: int) -> Path:
         return self.folder / f"{name}.{rank:05d}.part"
 
-    def _join(self, part: Part) -> None:
+    def _join(self, part: Part, rows: Sequence[int]) -> None:
+        """Join the parts of a column, of so many rows of each rank."""
         name = part.name
-        paths = [self._part_path(name, rank) for rank in range(self.ranks.size)]
-        for path in paths:
-            wait_for(path)
         row_bytes = part.dtype.itemsize * int(np.prod(part.shape, dtype=np.int64))
-        rows = sum(path.stat().st_size for path in paths) // row_bytes
         temporary = self.folder / f".{name}.npy"
         with temporary.open("wb") as out:
             header = {"descr": np.lib.format.dtype_to_descr(part.dtype), "fortran_order": False}
-            np.lib.format.write_array_header_2_0(out, header | {"shape": (rows, *part.shape)})
-            for path in paths:
+            np.lib.format.write_array_header_2_0(out, header | {"shape": (sum(rows), *part.shape)})
+            for rank, count in enumerate(rows):
+                path = self._part_path(name, rank)
+                wait_for(path, size=count * row_bytes)
                 with path.open("rb") as file:
                     shutil.copyfileobj(file, out, 16 << 20)
         os.replace(temporary, self.folder / f"{name}.npy")
 
 
-def wait_for(path: Path) -> None:
-    """Wait until a file that another node has written shows here. Raises OSError if it does not."""
+def wait_for(path: Path, *, size: int = 0) -> None:
+    """Wait until a file that another node has written shows here, with all its bytes. Raises OSError if it does not."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
-    while not path.exists():
+    while not path.exists() or path.stat().st_size < size:
         if time.monotonic() > deadline:
-            raise FileNotFoundError(2, "another rank wrote it, but it does not show on this node", str(path))
+            raise FileNotFoundError(2, "another rank wrote it, but it does not show whole on this node", str(path))
         time.sleep(0.1)
         os.listdir(path.parent)  # makes NFS look again
 

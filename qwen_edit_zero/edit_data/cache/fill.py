@@ -175,14 +175,20 @@ class Filler:
                 for key, reason in self._failed.items():
                     file.write(json.dumps([key.hex(), reason]) + "\n")
         counts = ranks.exchange(len(self._failed))
-        everyones: dict[bytes, str] = {}
-        for rank, count in enumerate(counts):
-            if count:
-                other = folder / f"failed.{rank:05d}.jsonl"
-                wait_for(other)
-                with other.open(encoding="utf-8") as file:
-                    everyones |= {bytes.fromhex(key): reason for key, reason in map(json.loads, file)}
-        return everyones
+        if not any(counts):
+            return {}
+        joined = folder / "failed.jsonl"
+        if ranks.first:
+            with joined.open("wb") as out:
+                for rank, count in enumerate(counts):
+                    if count:
+                        other = folder / f"failed.{rank:05d}.jsonl"
+                        wait_for(other)
+                        out.write(other.read_bytes())
+        ranks.wait()
+        wait_for(joined)
+        with joined.open(encoding="utf-8") as file:
+            return {bytes.fromhex(key): reason for key, reason in map(json.loads, file)}
 
     def _prompts(self, todo: TodoList) -> Iterator[tuple[bytes, torch.Tensor | None]]:
         for item, pictures in _ahead(self._items(groups(todo)), _shown_pictures):

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,11 +18,19 @@ import numpy as np
 import xxhash
 
 from qwen_edit_zero.edit_data.cache.shard import BAD, RECORD, SUFFIX, read_records
-from qwen_edit_zero.edit_data.cache.sorted_table import Records, SortedTable, as_keys, write_table
+from qwen_edit_zero.edit_data.cache.sorted_table import (
+    Keys,
+    Records,
+    SortedTable,
+    as_keys,
+    merged,
+    write_in_parts,
+)
 
 ENTRY = np.dtype([("shard", "<u4"), ("record", RECORD)])
 _SHARDS = "shards.json"
 _THREADS = 8
+_SCANNED = 1 << 18
 
 ShardList = dict[str, tuple[int, int]]  # name -> bytes of the shard, bytes of the list of struck entries
 
@@ -65,26 +74,31 @@ def make_index(shards_folder: Path, indexes: Path) -> Path | None:
         return None
     text = json.dumps(there)
     folder = indexes / xxhash.xxh3_128_hexdigest(text.encode())
-    if (folder / _SHARDS).exists():
-        return folder
-    names, keys, records = [], [], []
-    base = _largest_part(indexes, there)
-    if base is not None:
-        old = EntryIndex(base)
-        names += old.shards
-        keys.append(old.table.keys)
-        records.append(np.array(old.table.records))
+    if folder.exists():  # asked first: what another job gives this name from now on is whole
+        if _opened(folder) is not None:
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)  # damaged, as by a node that went down
+    base = _largest_part(indexes, there) or EntryIndex(None)
+    names = list(base.shards)
+    pieces: list[Records] = []
     known = set(names)
     added = [name for name in there if name not in known]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="index") as pool:
         for name, found in zip(added, pool.map(lambda n: _readable(shards_folder / n), added), strict=True):
-            part = np.zeros(len(found), ENTRY)
-            part["shard"], part["record"] = len(names), found
+            piece = np.zeros(len(found), ENTRY)
+            piece["shard"], piece["record"] = len(names), found
             names.append(name)
-            keys.append(as_keys(found["key"]))
-            records.append(part)
+            pieces.append(piece)
+    new = np.concatenate(pieces) if pieces else np.zeros(0, ENTRY)
+    del pieces
+
+    def scanned() -> Iterator[tuple[Keys, Records]]:
+        for at in range(0, len(new), _SCANNED):
+            part = new[at : at + _SCANNED]
+            yield as_keys(part["record"]["key"]), part
+
     covered = json.dumps({name: there[name] for name in names})
-    return write_table(folder, np.concatenate(keys), np.concatenate(records), {_SHARDS: covered})
+    return write_in_parts(folder, ENTRY, merged(base.table, scanned, len(new)), {_SHARDS: covered})
 
 
 def delete_other_indexes(indexes: Path, keep: Path | None) -> None:
@@ -102,7 +116,7 @@ def _readable(shard: Path) -> Records:
         return np.zeros(0, RECORD)
 
 
-def _largest_part(indexes: Path, there: ShardList) -> Path | None:
+def _largest_part(indexes: Path, there: ShardList) -> EntryIndex | None:
     """The index that covers most of these shards, and nothing that is not there or not the same any more."""
     best, most = None, 0
     with contextlib.suppress(FileNotFoundError):
@@ -110,9 +124,17 @@ def _largest_part(indexes: Path, there: ShardList) -> Path | None:
             with contextlib.suppress(OSError, ValueError):
                 covered = _listed(folder)
                 fits = all(there.get(name) == found for name, found in covered.items())
-                if fits and len(covered) > most:
-                    best, most = folder, len(covered)
+                if fits and len(covered) > most and (index := _opened(folder)) is not None:
+                    best, most = index, len(covered)
     return best
+
+
+def _opened(folder: Path) -> EntryIndex | None:
+    """An index, if it is there and can be used."""
+    try:
+        return EntryIndex(folder)
+    except (OSError, ValueError):
+        return None
 
 
 def _listed(folder: Path) -> ShardList:

@@ -155,9 +155,12 @@ def _shifted(on_bytes: OnBytes, before: int, total: int, more: int) -> None:
 def _promised(shard: Path) -> int:
     """Entries that a shard should have, less those struck out; what is known without its index file is all there is."""
     try:
-        return shard.with_suffix(INDEX).stat().st_size // RECORD.itemsize - len(struck_keys(shard))
+        data = shard.with_suffix(INDEX).read_bytes()
     except FileNotFoundError:
         return len(read_records(shard))
+    listed = np.frombuffer(data[: len(data) // RECORD.itemsize * RECORD.itemsize], RECORD)
+    struck = struck_keys(shard)
+    return sum(record["key"].tobytes() not in struck for record in listed)
 
 
 def _bad_records(shard: Path, records: Records, on_read: Callable[[int], None]) -> list[bytes]:
@@ -193,7 +196,7 @@ class Pruning:
 def prune(cache: Path, used: Mapping[str, Keys], *, delete: bool) -> Pruning:
     """Find, and delete, entries that are not used.
 
-    A shard of which little is left is written anew without what is not used.
+    A shard with something that is not used is written anew without it.
 
     Args:
         used: by folder of a kind and make, the keys that are used; folders that are not named are not used at all.
@@ -224,20 +227,18 @@ def prune(cache: Path, used: Mapping[str, Keys], *, delete: bool) -> Pruning:
 
 def _prune_folder(made: KindFolder, used: Keys, pruning: Pruning, delete: bool) -> None:
     wanted = SortedKeys.of(used)
-    seen: set[bytes] = set()
+    seen = np.zeros(len(wanted) + 1, np.bool_)  # the last is that of -1
     changed = False
     for shard in made.shards:
         try:
             records = read_records(shard)
         except (OSError, ValueError):
             records = np.zeros(0, RECORD)
-        keep = wanted.find(as_keys(records["key"])) >= 0
-        for i, record in enumerate(records):  # one of several that are alike
-            key = record["key"].tobytes()
-            if keep[i] and key in seen:
-                keep[i] = False
-            if keep[i]:
-                seen.add(key)
+        at = wanted.find(as_keys(records["key"]))
+        keep = np.zeros(len(records), np.bool_)
+        keep[np.unique(at, return_index=True)[1]] = True  # one of several that are alike
+        keep &= (at >= 0) & ~seen[at]
+        seen[at[keep]] = True
         pruning.kept += int(keep.sum())
         pruning.deleted += len(records) - int(keep.sum())
         freed = shard.stat().st_size - int(records["size"][keep].sum()) if not keep.all() or not len(records) else 0

@@ -20,11 +20,19 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from qwen_edit_zero.edit_data.cache.locks import is_abandoned, try_lock
+from qwen_edit_zero.edit_data.cache.locks import create_locked, is_abandoned, waited_lock
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
-from qwen_edit_zero.edit_data.cache.sorted_table import Keys, Records, SortedTable, as_keys, write_in_parts
+from qwen_edit_zero.edit_data.cache.sorted_table import (
+    IN_A_PART,
+    Keys,
+    Records,
+    SortedTable,
+    as_keys,
+    merged,
+    write_in_parts,
+)
 
-_IN_A_PART = 1 << 20  # records sorted at once
+_IN_A_PART = IN_A_PART
 _SCANNED = 1 << 18
 
 
@@ -77,13 +85,11 @@ class Notes:
             if self._fd is None:
                 new = self._folder / "new"
                 new.mkdir(parents=True, exist_ok=True)
-                self._fd = os.open(
-                    new / f"{uuid.uuid4().hex}{self.ENDING}",
-                    os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC,
-                    0o666,
-                )
-                try_lock(self._fd)
-            os.write(self._fd, noted.tobytes())
+                _, self._fd = create_locked(new, self.ENDING)
+            written = os.write(self._fd, noted.tobytes())
+            if torn := written % noted.itemsize:  # the disk is full; behind part of a record none would be found
+                end = os.lseek(self._fd, -torn, os.SEEK_CUR)
+                os.ftruncate(self._fd, end)
 
     def close(self) -> None:
         """End noting. Idempotent."""
@@ -93,58 +99,48 @@ class Notes:
 
     def _newest_table(self, *, alone: bool) -> Path | None:
         """The table of all notes, made anew if ended processes left some; None if there are none or no right to it."""
-        tables = self._folder / "tables"
-        newest = self._last(tables)
-        taken: list[tuple[int, Path]] = []
-        try:
-            for path in sorted((self._folder / "new").glob(f"*{self.ENDING}")):
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                if is_abandoned(fd, path):
-                    taken.append((fd, path))
-                else:
+        # Two that made a table at once, each of what it took, would leave out what the other one took.
+        with waited_lock(self._folder / ".merging"):
+            tables = self._folder / "tables"
+            newest = self._last(tables)
+            taken: list[tuple[int, Path]] = []
+            try:
+                for path in sorted((self._folder / "new").glob(f"*{self.ENDING}")):
+                    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                    if is_abandoned(fd, path):
+                        taken.append((fd, path))
+                    else:
+                        os.close(fd)
+                if taken:
+                    newest = self._merge(tables, newest, [path for _, path in taken])
+                    for _, path in taken:
+                        path.unlink()
+                if alone:
+                    for other in tables.glob("*"):
+                        if other != newest:
+                            shutil.rmtree(other, ignore_errors=True)
+            except OSError:
+                pass
+            finally:
+                for fd, _ in taken:
                     os.close(fd)
-            if taken:
-                newest = self._merge(tables, newest, [path for _, path in taken])
-                for _, path in taken:
-                    path.unlink()
-            if alone:
-                for other in tables.glob("*"):
-                    if other != newest:
-                        shutil.rmtree(other, ignore_errors=True)
-        except OSError:
-            pass
-        finally:
-            for fd, _ in taken:
-                os.close(fd)
-        return newest
+            return newest
 
     def _merge(self, tables: Path, base: Path | None, added: list[Path]) -> Path:
         """A table of `base` and of these files; of records with one key that of the newest file counts."""
         number = int(base.name.split("-")[0]) + 1 if base is not None else 0
         path = tables / f"{number:08d}-{uuid.uuid4().hex[:8]}"
-        return write_in_parts(path, self._record, self._merged(base, added))
-
-    def _merged(self, base: Path | None, added: list[Path]) -> Iterator[tuple[Keys, Records]]:
-        """Keys and records of all, in parts of about a million, by the upper bits of the keys."""
-        table = SortedTable(base, self._record)
         news = [self._mapped(path) for path in sorted(added, key=lambda p: p.stat().st_mtime_ns)]
-        bits = ((len(table) + sum(map(len, news))) // _IN_A_PART).bit_length()
-        for upper in range(1 << bits):
-            low, high = upper << (64 - bits), (upper + 1) << (64 - bits)
-            start = int(np.searchsorted(table.high, np.uint64(low)))
-            end = len(table) if high >> 64 else int(np.searchsorted(table.high, np.uint64(high)))
-            keys = [np.stack([table.high[start:end], table.low[start:end]], axis=1)]
-            records = [np.array(table.records[start:end])]
+
+        def pieces() -> Iterator[tuple[Keys, Records]]:
             for new in news:
                 for at in range(0, len(new), _SCANNED):
                     part = np.array(new[at : at + _SCANNED])
-                    part_keys = as_keys(part["key"])
-                    if bits:
-                        chosen = part_keys[:, 0] >> np.uint64(64 - bits) == np.uint64(upper)
-                        part, part_keys = part[chosen], part_keys[chosen]
-                    keys.append(part_keys)
-                    records.append(part["record"])
-            yield np.concatenate(keys), np.concatenate(records)
+                    yield as_keys(part["key"]), part["record"]
+
+        count = sum(map(len, news))
+        parts = merged(SortedTable(base, self._record), pieces, count, in_a_part=_IN_A_PART)
+        return write_in_parts(path, self._record, parts)
 
     def _mapped(self, path: Path) -> Records:
         """The whole records of a file of new notes."""

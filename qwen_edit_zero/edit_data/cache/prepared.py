@@ -202,6 +202,7 @@ class _Job:
             end = min(start + _CHUNK, len(fine))
             counts = texts[start:end].astype(np.int64) * self._variants
             of_row = np.repeat(np.arange(end - start), counts)
+            ends = np.cumsum(counts)
             keys = prompts[prompt_end : prompt_end + len(of_row)]
             prompt_end += len(of_row)
             tokens = cache.prompts.first_sides(as_keys(keys))
@@ -215,7 +216,11 @@ class _Job:
                 keep &= ~lacking.any(1)
             for row in np.flatnonzero(fine[start:end] & ~keep).tolist():
                 sample = self.spec.table[self.share.start + start + row]
-                all_keys = [*latents[start + row].reshape(-1, 16), *masks[start + row], *keys[of_row == row]]
+                all_keys = [
+                    *latents[start + row].reshape(-1, 16),
+                    *masks[start + row],
+                    *keys[ends[row] - counts[row] : ends[row]],
+                ]
                 reasons = [failures[key.tobytes()] for key in all_keys if key.tobytes() in failures]
                 log.add(self.spec.refusal(sample, reasons[0] if reasons else _LOST))
             self.kept["rows"].append(self.share.start + start + np.flatnonzero(keep))

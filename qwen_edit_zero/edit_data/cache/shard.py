@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import uuid
 from pathlib import Path
 from types import TracebackType
 
@@ -22,7 +21,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from qwen_edit_zero.edit_data.cache.locks import is_abandoned, try_lock
+from qwen_edit_zero.edit_data.cache.locks import create_locked, is_abandoned
 from qwen_edit_zero.errors import ModelFolderError
 from qwen_edit_zero.safetensors_file import build_header, read_header
 
@@ -113,9 +112,7 @@ class _OpenShard:
     """The two files of a shard being written; locked, so that nobody takes it for abandoned."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / f"{uuid.uuid4().hex}{PARTIAL}"
-        self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try_lock(self.fd)
+        self.path, self.fd = create_locked(folder, PARTIAL)
         self._journal = os.open(
             self.path.with_suffix(JOURNAL), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from qwen_edit_zero.edit_data.arrays import mapped_array
 
+IN_A_PART = 1 << 20  # records sorted at once
 Keys = npt.NDArray[np.uint64]  # (n, 2): upper and lower half of each
 Records = npt.NDArray[np.void]
 
@@ -97,21 +98,6 @@ class SortedTable(SortedKeys):
         super().__init__(high, rest["low"])
         self.records: Records = rest["record"]
 
-    @property
-    def keys(self) -> Keys:
-        """(n, 2), a copy."""
-        return np.stack([self.high, self.low], axis=1)
-
-
-def write_table(folder: Path, keys: Keys, records: Records, files: Mapping[str, str] = {}) -> Path:
-    """Write a table, atomically; of records with one key the last counts. What is there already stays: it is the same.
-
-    `files`: further files of the folder, by name.
-
-    Raises OSError.
-    """
-    return write_in_parts(folder, records.dtype, [(keys, records)], files)
-
 
 def write_in_parts(
     folder: Path,
@@ -119,10 +105,13 @@ def write_in_parts(
     parts: Iterable[tuple[Keys, Records]],
     files: Mapping[str, str] = {},
 ) -> Path:
-    """As `write_table`, of a table that comes in parts, which is in memory a part at a time.
+    """Write a table, atomically, which is in memory a part at a time. What is there already stays: it is the same.
 
     Args:
-        parts: keys and records in any order; each key of a part is over all those of the parts before.
+        record: the type of the records.
+        parts: keys and records in any order, of records with one key the last counts; each key of a part is over all
+            those of the parts before.
+        files: further files of the folder, by name.
 
     Raises OSError.
     """
@@ -151,6 +140,31 @@ def write_in_parts(
     return folder
 
 
+def merged(
+    base: SortedTable, added: Callable[[], Iterable[tuple[Keys, Records]]], count: int, *, in_a_part: int = IN_A_PART
+) -> Iterator[tuple[Keys, Records]]:
+    """What a table and further records hold together, in parts for `write_in_parts`, by the upper bits of the keys.
+
+    Args:
+        added: gives the further records in pieces, the same ones at each call; it is called once a part.
+        count: how many they are.
+    """
+    bits = ((len(base) + count) // in_a_part).bit_length()
+    for upper in range(1 << bits):
+        low, high = upper << (64 - bits), (upper + 1) << (64 - bits)
+        start = int(np.searchsorted(base.high, np.uint64(low)))
+        end = len(base) if high >> 64 else int(np.searchsorted(base.high, np.uint64(high)))
+        keys = [np.stack([base.high[start:end], base.low[start:end]], axis=1)]
+        records = [np.array(base.records[start:end])]
+        for more_keys, more in added():
+            if bits:
+                chosen = more_keys[:, 0] >> np.uint64(64 - bits) == np.uint64(upper)
+                more_keys, more = more_keys[chosen], more[chosen]
+            keys.append(more_keys)
+            records.append(more)
+        yield np.concatenate(keys), np.concatenate(records)
+
+
 def _last_of_each(keys: Keys) -> npt.NDArray[np.int64]:
     """Positions of the different keys, sorted by key; of equal ones the last."""
     order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys keep their order
@@ -166,6 +180,8 @@ def _as_npy(path: Path, dtype: np.dtype[Any], rows: int) -> None:
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (rows,)}
         np.lib.format.write_array_header_1_0(out, header)
         shutil.copyfileobj(values, out, 16 << 20)
+        out.flush()
+        os.fsync(out.fileno())  # the name comes after: what a crash of the node leaves must be the whole
     path.unlink()
 
 

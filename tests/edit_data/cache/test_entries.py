@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from qwen_edit_zero.edit_data.cache import entries as entries_module
+from qwen_edit_zero.edit_data.cache import locks
 from qwen_edit_zero.edit_data.cache.entries import Entries, EntryKind
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
 from qwen_edit_zero.edit_data.cache.shard import SUFFIX, ShardWriter, adopt, read_records
@@ -92,6 +93,20 @@ def test_an_index_grows_with_the_shards_and_is_made_again_from_their_headers(tmp
         for file in folder.iterdir():
             file.unlink()
     assert have(opened(tmp_path), range(12)) == list(range(11))
+
+
+@pytest.mark.parametrize("name", ["high.npy", "rest.npy", "shards.json"])
+@pytest.mark.parametrize("size", [0, 10, 150])
+def test_an_index_that_a_crash_of_the_node_left_half_written_is_made_again(
+    tmp_path: Path, name: str, size: int
+) -> None:
+    fill(tmp_path, range(12))
+    (index,) = (opened(tmp_path).folder / "index").iterdir()
+    os.truncate(index / name, min(size, (index / name).stat().st_size - 1))
+    assert have(opened(tmp_path), range(14)) == list(range(12))
+    os.truncate(index / name, 0)
+    fill(tmp_path, range(12, 14))  # now the damaged one would be what the new one is made of
+    assert have(opened(tmp_path), range(14)) == list(range(14))
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
@@ -206,3 +221,20 @@ def test_several_processes_may_write_to_one_folder(tmp_path: Path) -> None:
     found = opened(tmp_path)
     assert have(found, range(20)) == list(range(16))
     assert all(torch.equal(found.get(key(i)), tensor(i)) for i in range(16))
+
+
+def test_a_shard_that_is_taken_for_abandoned_before_it_is_locked_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, taken = locks.try_lock, []
+
+    def late(fd: int) -> locks.Got:
+        if not taken:  # another job starts between the making of the file and its lock
+            taken.extend(files(tmp_path, ".partial"))
+            adopt(taken[0])
+        return real(fd)
+
+    monkeypatch.setattr(locks, "try_lock", late)
+    fill(tmp_path, range(3))
+    assert len(taken) == 1
+    assert have(opened(tmp_path), range(3)) == [0, 1, 2]

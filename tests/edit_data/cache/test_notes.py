@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +64,49 @@ def test_what_a_living_process_writes_is_left_to_it(tmp_path: Path) -> None:
         writing.add(keys_of(range(5)), np.zeros(5, RECORD))
         assert values(tmp_path, range(5)) == [None] * 5
     assert values(tmp_path, range(5)) == [0] * 5
+
+
+def test_of_two_processes_that_start_at_once_none_loses_what_the_other_takes_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as ending_together:  # so that none takes in what another has written
+        for i in range(4):
+            found = ending_together.enter_context(Notes(tmp_path, RECORD, Ranks()))
+            found.add(keys_of(range(i, i + 1)), np.zeros(1, RECORD))
+    context = multiprocessing.get_context("fork")
+    half, rest, done = (
+        context.Event(),
+        context.Event(),
+        context.Event(),
+    )  # the first has taken half, the second the rest
+    real_merge, real_look, looked_at = Notes._merge, notes.is_abandoned, []
+
+    def merge_late(self: Notes, *arguments: Any) -> Path:
+        rest.set()
+        done.wait(1)
+        return real_merge(self, *arguments)
+
+    def second() -> None:
+        half.wait()
+        monkeypatch.setattr(Notes, "_merge", merge_late)
+        Notes(tmp_path, RECORD, Ranks())
+
+    def look_late(fd: int, path: Path) -> bool:
+        looked_at.append(path)
+        if len(looked_at) == 3:
+            half.set()
+            rest.wait(0.5)
+        return real_look(fd, path)
+
+    process = context.Process(target=second)
+    process.start()
+    monkeypatch.setattr(notes, "is_abandoned", look_late)
+    Notes(tmp_path, RECORD, Ranks())
+    done.set()
+    process.join()
+    assert process.exitcode == 0
+    monkeypatch.undo()
+    assert values(tmp_path, range(4)) == [0] * 4
 
 
 def test_a_folder_that_cannot_be_written_is_a_memory_of_nothing(tmp_path: Path) -> None:
