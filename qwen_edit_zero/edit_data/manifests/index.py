@@ -41,7 +41,7 @@ from qwen_edit_zero.edit_data.manifests.rows import Row
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.errors import DataError
 
-VERSION = 1
+VERSION = 2  # of records and of what readers make of the same bytes
 HEADER = "header.json"
 _DTYPES = {"start": "<u8", "length": "<u4", "line": "<i8", "category": "<i4", "weight": "<f4", "split": "<i4"}
 _CHUNK = 1 << 20
@@ -84,7 +84,7 @@ class Header:
         """`line 7`, or `row 3 of "part-1.parquet"` where the manifest has several files."""
         if not self.places:
             return f"{self.unit} {line}"
-        name, first = self.places[bisect_right([first for _, first in self.places], line) - 1]
+        name, first = self.places[bisect_right(self.places, line, key=lambda place: place[1]) - 1]
         return f"{self.unit} {line - first + 1} of {shown(name)}"
 
 

@@ -30,6 +30,7 @@ from qwen_edit_zero.edit_data.storage.files import (
 )
 from qwen_edit_zero.edit_data.storage.ranged import RangedStream
 from qwen_edit_zero.edit_data.wording import shown
+from qwen_edit_zero.errors import DataError
 
 _FORMAT = 1
 _ROW = np.dtype([("name", "<u8"), ("offset", "<i8"), ("size", "<i8")])  # name: XXH3-64, sorted by it
@@ -106,7 +107,7 @@ class _Index:
         return int(self._rows[at]["offset"]), int(self._rows[at]["size"])
 
 
-_indexes: OrderedDict[tuple[str, Stamp], _Index] = OrderedDict()
+_indexes: OrderedDict[tuple[str, Stamp], _Index | DataError] = OrderedDict()
 _making: dict[tuple[str, Stamp], threading.Lock] = {}
 _lock = threading.Lock()
 
@@ -120,28 +121,42 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _index(archive: RangedFile, stamp: Stamp, folder: Path | None) -> _Index:
-    """The index of an archive: from memory, from its file, or made now by reading all headers."""
+    """The index of an archive: from memory, from its file, or made now by reading all headers.
+
+    Raises DataError if it is damaged, which is found out once for all of its members.
+    """
     key = (archive.location, stamp)
     with _lock:
-        if key in _indexes:
+        if (found := _indexes.get(key)) is not None:
             _indexes.move_to_end(key)
-            return _indexes[key]
+            return _usable(found)
         making = _making.setdefault(key, threading.Lock())
     with making:  # threads that want one archive wait for the first of them
         with _lock:
-            if key in _indexes:
-                return _indexes[key]
+            if (found := _indexes.get(key)) is not None:
+                return _usable(found)
         path = _path(folder, archive, stamp)
         rows = _load(path)
-        if rows is None:
-            rows = _made(archive)
-            _save(path, rows)
+        index: _Index | DataError
+        try:
+            if rows is None:
+                rows = _made(archive)
+                _save(path, rows)
+            index = _Index(rows)
+        except DataError as error:
+            index = DataError(str(error))  # without the frames that the error holds
         with _lock:
-            index = _indexes[key] = _Index(rows)
+            _indexes[key] = index
             _making.pop(key, None)
             while len(_indexes) > _HELD:
                 _indexes.popitem(last=False)
-        return index
+        return _usable(index)
+
+
+def _usable(index: _Index | DataError) -> _Index:
+    if isinstance(index, DataError):
+        raise DataError(str(index))
+    return index
 
 
 def tar_entries(stream: BinaryIO, name: str) -> Iterator[TarEntry]:
@@ -208,7 +223,7 @@ def _load(path: Path | None) -> _Rows | None:
         return None
     try:
         rows = mapped_array(path)
-    except (OSError, ValueError, EOFError):
+    except (OSError, ValueError):
         return None
     return rows if rows.dtype == _ROW and rows.ndim == 1 else None
 

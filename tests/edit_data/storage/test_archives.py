@@ -81,6 +81,19 @@ def test_members_of_a_tar_archive(place: Place) -> None:
         place.file("shard.tar//000/picture 0.png").read(10)
 
 
+def test_a_damaged_archive_is_read_once_for_all_of_its_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tar(tmp_path / "a.tar", MEMBERS)
+    content = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "a.tar").write_bytes(content[: len(content) // 2 + 700])
+    read: list[str] = []
+    real = tar.tar_entries
+    monkeypatch.setattr(tar, "tar_entries", lambda stream, name: read.append(name) or real(stream, name))
+    for name in MEMBERS:
+        with pytest.raises(DataError, match=r"archive .*a\.tar"):
+            LocalPlace(tmp_path).file(f"a.tar//{name}").stamp()
+    assert len(read) == 1
+
+
 def test_cells_of_a_parquet_file(place: Place) -> None:
     for row in (0, 3, 4, 8):
         assert picture_size(place.file(f"cells.parquet//{row}/image")) == (40 + row, 32)
