@@ -147,13 +147,6 @@ def _parser() -> ArgumentParser:
         "--max-references", type=_count, default=3, metavar="N", help="as data.max_references (default 3)"
     )
     verb.set_defaults(verb=_convert)
-    hostfile = verbs.add_parser("hostfile", help="check hostfiles").add_subparsers(required=True, metavar="VERB")
-    verb = hostfile.add_parser("check", help="say in plain words what a hostfile means")
-    verb.add_argument("file", type=Path, help="a hostfile such as hostfiles/8node")
-    verb.add_argument("--include", default="", metavar="HOST:ID,..@..", help="as deepspeed's")
-    verb.add_argument("--exclude", default="", metavar="HOST:ID,..@..", help="as deepspeed's")
-    verb.add_argument("--reach", action="store_true", help="also try ssh to every host")
-    verb.set_defaults(verb=_check_hostfile)
     return parser
 
 
@@ -295,26 +288,6 @@ def _convert(parsed: Namespace) -> int:
         )
     )
     return 0
-
-
-def _check_hostfile(parsed: Namespace) -> int:
-    from qwen_edit_zero.cluster.hostfile import filter_hosts, parse_hostfile
-    from qwen_edit_zero.cluster.reach import unreachable
-
-    hosts = parse_hostfile(parsed.file)
-    slots = filter_hosts(hosts, include=parsed.include, exclude=parsed.exclude)
-    rank = 0
-    for name, ids in slots.items():
-        print(f"{name}: ranks {rank}-{rank + len(ids) - 1} on slots {','.join(map(str, ids))}")
-        rank += len(ids)
-    print(f"{len(slots)} node{'s' if len(slots) > 1 else ''}, {rank} ranks; rank 0 is on {next(iter(slots))}")
-    if not parsed.reach:
-        return 0
-    reasons = unreachable([host for host in hosts if host.name in slots])
-    for name, reason in reasons.items():
-        print(f"{name} cannot be reached: {reason}")
-    print(f"{len(slots) - len(reasons)} of {len(slots)} nodes can be reached by ssh without a password")
-    return 1 if reasons else 0
 
 
 if __name__ == "__main__":
