@@ -23,6 +23,10 @@ class Progress:
 
     On a terminal it is one bar, redrawn. Elsewhere it prints a line every `every` units and at the end, at most one
     every `min_seconds` seconds, so that a log file stays readable.
+
+    Args:
+        initial: units that were done before, as by the run that this one goes on from.
+        since: when (`time.monotonic`) these were begun, if they count for the time that is left; None: they do not.
     """
 
     def __init__(
@@ -32,15 +36,17 @@ class Progress:
         *,
         rank: int,
         initial: int = 0,
+        since: float | None = None,
         every: int = 1,
         min_seconds: float = 0.0,
         stream: TextIO | None = None,
     ) -> None:
-        self._title, self._total, self._done, self._initial = title, total, initial, initial
+        self._title, self._total, self._done = title, total, initial
+        self._before = initial if since is None else 0
         self._stream = stream if stream is not None else sys.stdout
         self._every, self._min_seconds = every, min_seconds
         self._active = rank == 0
-        self._started = time.monotonic()
+        self._started = time.monotonic() if since is None else since
         self._last_line = -min_seconds
         # Open MPI gives ranks a terminal of its own making and copies what they write, redrawn bars included
         terminal = self._active and self._stream.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
@@ -67,7 +73,7 @@ class Progress:
             self._line(now, text)
 
     def _line(self, elapsed: float, text: str) -> None:
-        fresh = self._done - self._initial
+        fresh = self._done - self._before
         left = elapsed / fresh * (self._total - self._done) if fresh else 0.0
         parts = [f"{self._title} {self._done}/{self._total}", text, f"left {format_seconds(left)}"]
         print("  ".join(p for p in parts if p), file=self._stream, flush=True)
@@ -95,15 +101,22 @@ class LateProgress:
         self, title: str, total: int, *, rank: int, after_seconds: float = 5.0, stream: TextIO | None = None
     ) -> None:
         self._title, self._total, self._rank, self._stream = title, total, rank, stream
-        self._begins = time.monotonic() + after_seconds
+        self._started = time.monotonic()
+        self._after = after_seconds
         self._done = 0
         self._shown: Progress | None = None
 
     def advance(self, units: int = 1, text: str = "") -> None:
         """Count `units` more as done; `text` says how it goes."""
-        if self._shown is None and time.monotonic() > self._begins:
+        if self._shown is None and time.monotonic() - self._started > self._after:
             self._shown = Progress(
-                self._title, self._total, rank=self._rank, initial=self._done, min_seconds=5.0, stream=self._stream
+                self._title,
+                self._total,
+                rank=self._rank,
+                initial=self._done,
+                since=self._started,
+                min_seconds=5.0,
+                stream=self._stream,
             )
         if self._shown is not None:
             self._shown.advance(units, text)

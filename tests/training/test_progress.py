@@ -1,8 +1,11 @@
 """A log file gets plain lines; ranks other than 0 stay silent."""
 
 import io
+import time
 
-from qwen_edit_zero.training.progress import Progress, format_seconds
+import pytest
+
+from qwen_edit_zero.training.progress import LateProgress, Progress, format_seconds
 
 
 def test_a_log_file_gets_whole_lines_without_control_characters() -> None:
@@ -31,6 +34,17 @@ def test_other_ranks_are_silent() -> None:
     progress.advance(1, "loss 1")
     progress.say("hello")
     assert out.getvalue() == ""
+
+
+def test_work_done_before_a_line_was_due_counts_for_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred units, one every two seconds: six seconds after the start 97 are left, for 194 seconds."""
+    clock, out = [0.0], io.StringIO()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    progress = LateProgress("encoding", 100, rank=0, after_seconds=5.0, stream=out)
+    for _ in range(3):
+        clock[0] += 2.0
+        progress.advance()
+    assert out.getvalue() == "encoding 3/100  left 3:14\n"
 
 
 def test_seconds_read_like_a_clock() -> None:
