@@ -11,11 +11,10 @@ from pathlib import Path
 
 from qwen_edit_zero.cluster.hostfile import parse_hostfile
 from qwen_edit_zero.cluster.hostlists import READ, WRITTEN, read_hosts, written
-from qwen_edit_zero.cluster.launch import LAUNCHERS, Cluster, plan
+from qwen_edit_zero.cluster.launch import LAUNCHERS, Cluster, check_training, plan
 from qwen_edit_zero.cluster.reach import unreachable
 from qwen_edit_zero.errors import ClusterError
-from qwen_edit_zero.settings.command_line import Parser, parse_train_arguments
-from qwen_edit_zero.settings.load import load_settings
+from qwen_edit_zero.settings.command_line import Parser
 
 _EPILOG = """\
 Everything behind -- goes to the training command. Settings are checked against the number of ranks before anything is
@@ -57,11 +56,7 @@ def launch(given: Sequence[str]) -> int:
     parsed = launch_parser().parse_args(words[:cut])
     arguments = [parsed.recipe, *words[cut + 1 :]]
     cluster = Cluster(parsed.nodes, parsed.gpus_per_node, parsed.hostfile)
-    training = parse_train_arguments(arguments, prog="qwen-edit-zero launch ... --")
-    load_settings(
-        training.recipe, overrides=training.overrides, ds=training.ds, engine=training.engine,
-        fast_dev_run=training.fast_dev_run, world_size=None if training.cache_only else cluster.ranks,
-    )  # fmt: skip
+    check_training(arguments, cluster.ranks)
     planned = plan(cluster, parsed.launcher, arguments, options=parsed.option)
     if parsed.dry_run:
         print(planned.shown(), end="")

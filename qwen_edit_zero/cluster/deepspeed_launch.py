@@ -32,12 +32,12 @@ def prepare() -> None:
     script = next((i for i, word in enumerate(command) if os.path.abspath(word).endswith(f"/{_SCRIPT}")), None)
     if script is None:
         return
-    from qwen_edit_zero.errors import ClusterError
+    from qwen_edit_zero.errors import UserError
 
     try:
         options, arguments = mended(command[1:script], command[script + 1 :], os.environ)
         sys.argv[1:] = [*options, command[script], *arguments]
-    except ClusterError as error:
+    except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         raise SystemExit(error.exit_status) from None
 
@@ -47,13 +47,14 @@ def mended(
 ) -> tuple[list[str], list[str]]:
     """Return options and script arguments of a `deepspeed` command so that it does what they and its hostfile say.
 
-    DS_ENV_FILE in `environ` is set to a file that DeepSpeed reads rightly. Raises ClusterError if the hostfile or a
-    file of variables is wrong, if nodes cannot be reached, or if the launcher is not installed or cannot do it.
+    DS_ENV_FILE in `environ` is set to a file that DeepSpeed reads rightly. Raises UserError if the hostfile, a file
+    of variables or the settings are wrong, if nodes cannot be reached, or if the launcher is missing or cannot do it.
     """
     from pathlib import Path
 
     from qwen_edit_zero.cluster.hostfile import filter_hosts, parse_hostfile
     from qwen_edit_zero.cluster.interfaces import is_this_machine
+    from qwen_edit_zero.cluster.launch import check_training
     from qwen_edit_zero.errors import ClusterError
 
     given = _parse(options)
@@ -62,8 +63,8 @@ def mended(
             raise ClusterError(f"the hostfile {given.hostfile} does not exist (working directory: {Path.cwd()})")
         return list(options), list(arguments)
     hosts = parse_hostfile(given.hostfile)
-    left = list(filter_hosts(hosts, include=given.include, exclude=given.exclude))
-    names = left[: given.num_nodes] if given.num_nodes > 0 else left
+    left = filter_hosts(hosts, include=given.include, exclude=given.exclude)
+    names = list(left)[: given.num_nodes] if given.num_nodes > 0 else list(left)
     added = _hostfile_for_deepspeed(given.hostfile, hosts)
     launcher = given.launcher.lower()
     if given.no_ssh:
@@ -78,6 +79,8 @@ def mended(
         added += [] if given.master_addr else ["--master_addr=127.0.0.1"]
         return [*options, *added], list(arguments)
     used = [host for host in hosts if host.name in names]
+    slots = {name: given.num_gpus if given.num_gpus > 0 else len(left[name]) for name in names}
+    check_training(arguments, sum(slots.values()))
     _check_reach(given, launcher, used)
     variables = _variables(environ)
     if launcher == "pdsh":

@@ -29,7 +29,7 @@ def inherited(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment_files(environ: Mapping[str, str], cwd: Path) -> list[Path]:
-    """The files of variables that DeepSpeed would read: at home and in the working directory, or as DS_ENV_FILE says."""
+    """The files of variables that DeepSpeed reads: at home and in the working directory, or what DS_ENV_FILE names."""
     name = environ.get("DS_ENV_FILE", DEEPSPEED_FILE)
     places = [Path(os.path.expanduser("~")) / name, cwd / name]  # an absolute name is twice the same
     return [place for place in dict.fromkeys(places) if place.is_file()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import socket
@@ -38,6 +39,19 @@ def is_this_machine(host: str) -> bool:
     except OSError:
         return host in ("localhost", socket.gethostname())
     return ipaddress.ip_address(address).is_loopback or address in interface_addresses().values()
+
+
+def is_served_here(host: str) -> bool:
+    """Whether a server on this machine can be reached as `host`: it resolves to an address that sockets can bind."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
 
 
 def own_address() -> str:

@@ -17,6 +17,8 @@ from qwen_edit_zero.cluster.hostfile import Host, parse_hostfile
 from qwen_edit_zero.cluster.hostlists import TORCHRUN_PORT
 from qwen_edit_zero.cluster.slurm import compress_nodelist
 from qwen_edit_zero.errors import ClusterError
+from qwen_edit_zero.settings.command_line import parse_train_arguments
+from qwen_edit_zero.settings.load import load_settings
 
 LAUNCHERS = ("deepspeed", "torchrun", "srun", "sbatch")
 _SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
@@ -57,6 +59,22 @@ class Launch:
         return subprocess.run(self.command, input=self.script, text=True, check=False).returncode
 
 
+def check_training(arguments: Sequence[str], ranks: int) -> None:
+    """Raise SettingsError if settings say that a training command with these arguments cannot work on so many ranks.
+
+    Said here it is said once, before anything is queued or started.
+    """
+    given = parse_train_arguments([word for word in arguments if word not in ("-h", "--help")])
+    load_settings(
+        given.recipe,
+        overrides=given.overrides,
+        ds=given.ds,
+        engine=given.engine,
+        fast_dev_run=given.fast_dev_run,
+        world_size=None if given.cache_only or given.print_settings else ranks,
+    )
+
+
 def plan(cluster: Cluster, launcher: str, arguments: Sequence[str], *, options: Sequence[str] = ()) -> Launch:
     """Return how `launcher` starts the training command with `arguments` on `cluster`.
 
@@ -82,12 +100,14 @@ def plan(cluster: Cluster, launcher: str, arguments: Sequence[str], *, options: 
     ranks = ("--nproc_per_node", str(cluster.gpus_per_node))
     if not hosts:
         return Launch(("torchrun", "--standalone", *ranks, *options, script, *arguments))
-    # The same command on each node; the first one's agent is where they meet
-    meeting = ("--rdzv_backend", "c10d", "--rdzv_endpoint", f"{hosts[0].name}:{TORCHRUN_PORT}", "--rdzv_id", "train")
+    # Told which node they are: by itself torchrun does not see that it is on the first where names mean loopback
+    meeting = ("--master_addr", hosts[0].name, "--master_port", str(TORCHRUN_PORT))
     torchrun = str(Path(sys.executable).with_name("torchrun"))
-    each = (torchrun, "--nnodes", str(cluster.nodes), *ranks, *meeting, *options, script, *arguments)
+    first = (torchrun, "--nnodes", str(cluster.nodes), "--node_rank")
+    rest = (*ranks, *meeting, *options, script, *arguments)
     exports = [f"export {name}={for_pdsh(value)};" for name, value in inherited(os.environ).items()]
-    remote = " ".join([*exports, "cd", for_pdsh(str(Path.cwd())), "&&", *map(for_pdsh, each)])
+    cd = ("cd", for_pdsh(str(Path.cwd())), "&&")
+    remote = " ".join([*exports, *cd, *map(for_pdsh, first), "%n", *map(for_pdsh, rest)])  # pdsh counts the nodes
     return Launch(("pdsh", "-S", "-R", "ssh", "-w", compress_nodelist([_ssh_name(host) for host in hosts]), remote))
 
 

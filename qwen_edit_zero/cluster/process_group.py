@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from qwen_edit_zero.cluster import failure
 from qwen_edit_zero.cluster.identity import Identity
-from qwen_edit_zero.cluster.interfaces import interface_towards, is_loopback, name_resolves_to_loopback
+from qwen_edit_zero.cluster.interfaces import interface_towards, is_loopback, is_served_here, name_resolves_to_loopback
 from qwen_edit_zero.cluster.mpi import agree
 from qwen_edit_zero.errors import ClusterError
 
@@ -31,6 +31,7 @@ def start(identity: Identity, *, timeout_seconds: int, device: str = "auto") -> 
     """
     chosen = choose_device(identity, device)
     identity = agree(identity)
+    _check_meeting_point(identity)
     _tell_libraries(identity)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -40,6 +41,7 @@ def start(identity: Identity, *, timeout_seconds: int, device: str = "auto") -> 
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     options: dict[str, Any] = {"device_id": chosen} if chosen.type == "cuda" else {}
     try:
+        _bound_groups_made_later(timeout_seconds)
         store = _meet(identity, timeout_seconds)
         if identity.world_size > 1:
             watching = connect(identity, serve=False, seconds=MEETING_SECONDS)
@@ -56,6 +58,15 @@ def start(identity: Identity, *, timeout_seconds: int, device: str = "auto") -> 
     except (dist.DistError, RuntimeError, OSError) as error:
         raise _did_not_meet(identity, backend, error) from error
     return chosen
+
+
+def _bound_groups_made_later(seconds: int) -> None:
+    """Let this be the time-out of groups for which none is named: DeepSpeed's and device meshes', which would have
+    torch's 10 or 30 minutes, whatever the time-out of the first group is."""
+    from torch.distributed import distributed_c10d
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, timedelta(seconds=seconds))
 
 
 def stop() -> None:
@@ -111,6 +122,24 @@ def _why_no_gpu() -> str:
     if not _has_nvidia_driver():
         return "there is no NVIDIA driver"
     return f"CUDA {torch.version.cuda} of this torch finds none; see nvidia-smi"
+
+
+def _check_meeting_point(identity: Identity) -> None:
+    """Say where the ranks meet; raise ClusterError if that is on another machine than rank 0.
+
+    Only under Slurm, which starts each rank itself: elsewhere MASTER_ADDR may be a forwarded address, as in a service
+    of Kubernetes.
+    """
+    if identity.rank or identity.world_size == 1:
+        return
+    if identity.launcher == "slurm" and not is_served_here(identity.master_addr):
+        raise ClusterError(
+            f"MASTER_ADDR is {identity.master_addr}, which is not {socket.gethostname()}, where Slurm started rank 0; "
+            "it may be left over from another job: unset MASTER_ADDR and MASTER_PORT, and they are found by themselves"
+        )
+    note = f" ({identity.note})" if identity.note else ""
+    place = f"{identity.master_addr}:{identity.master_port}"
+    print(f"{identity.world_size} ranks, started by {identity.launcher}, meet at {place}{note}", flush=True)
 
 
 def _tell_libraries(identity: Identity) -> None:

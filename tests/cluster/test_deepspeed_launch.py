@@ -12,7 +12,8 @@ import pytest
 
 from qwen_edit_zero.cluster import deepspeed_launch
 from qwen_edit_zero.cluster.deepspeed_launch import mended, prepare
-from qwen_edit_zero.errors import ClusterError
+from qwen_edit_zero.cluster.forwarding import argument_for_deepspeed
+from qwen_edit_zero.errors import ClusterError, SettingsError
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,8 +36,8 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def extra_options(options: list[str], environ: dict[str, str] | None = None) -> list[str]:
     """What is added to the options of a `deepspeed` command."""
-    left, arguments = mended(options, ["recipes/lora.yaml"], {} if environ is None else environ)
-    assert (left[: len(options)], arguments) == (options, ["recipes/lora.yaml"])
+    left, arguments = mended(options, ["--print-settings"], {} if environ is None else environ)
+    assert (left[: len(options)], arguments) == (options, ["--print-settings"])
     return left[len(options) :]
 
 
@@ -155,10 +156,22 @@ def as_other_nodes_do(line: str) -> list[str]:
 
 
 def test_arguments_reach_other_nodes_as_they_were_typed(tmp_path: Path, tools: Path) -> None:
-    _, arguments = mended(["--hostfile", hostfile(tmp_path, "good1", "good2")], ODD, {})
-    assert as_other_nodes_do(" ".join(map(as_deepspeed_does, arguments))) == ODD
+    made = [argument_for_deepspeed(word) for word in ODD]
+    assert as_other_nodes_do(" ".join(map(as_deepspeed_does, made))) == ODD
+    typed = ["--print-settings", "data.manifest=/a b/$HOME"]
+    _, arguments = mended(["--hostfile", hostfile(tmp_path, "good1", "good2")], typed, {})
+    assert arguments == ["--print-settings", "data.manifest=/a b/\\$HOME"]
     local = ["--hostfile", hostfile(tmp_path, "localhost")]  # no shell, no quotes
-    assert mended(local, ODD, {})[1] == ODD
+    assert mended(local, typed, {})[1] == typed
+
+
+def test_settings_that_cannot_be_are_said_once_before_anything_starts(tmp_path: Path, tools: Path) -> None:
+    options = ["--hostfile", hostfile(tmp_path, "good1", "good2")]
+    with pytest.raises(SettingsError, match=r"run\.nonsense is not a setting"):
+        mended(options, ["run.nonsense=1"], {})
+    with pytest.raises(SettingsError, match="batch"):
+        mended([*options, "--num_gpus", "7"], ["recipes/demo.yaml", "batch.global_size=4"], {})
+    assert not (tools / "ssh.log").exists()
 
 
 CASE = ROOT.parent / "shared" / "cases" / "slurm" / "forward.env"
