@@ -34,6 +34,7 @@ from qwen_edit_zero.errors import DataError
 
 _FORMAT = 1
 _ROW = np.dtype([("name", "<u8"), ("offset", "<i8"), ("size", "<i8")])  # name: XXH3-64, sorted by it
+_BEHIND = 20 << 10  # bytes looked at behind an archive's end, which is filled up with zeros to 10 KiB
 _HELD = 256  # indexes in memory or mapped
 
 _Rows = npt.NDArray[np.void]
@@ -181,12 +182,31 @@ def tar_entries(stream: BinaryIO, name: str) -> Iterator[TarEntry]:
                         raise refusal(name, f"it was cut short: {shown(info.name)} goes on behind its end", "archive")
                     yield TarEntry(info.name, info.offset_data, info.size)
             end = archive.offset
-        # tarfile takes a damaged header behind the first for the end of the archive
-        stream.seek(end)
-        if stream.read(512).strip(b"\0"):
-            raise refusal(name, f"its header at byte {end:,} is damaged, or the archive was cut short", "archive")
+        _check_end(stream, end, name)
     except tarfile.TarError as error:
         raise refusal(name, f"it is no tar archive that can be read ({error})", "archive") from error
+
+
+def _check_end(stream: BinaryIO, end: int, name: str) -> None:
+    """Refuse an archive that has more, or should have, behind what tarfile takes for its end without a word."""
+    stream.seek(end)
+    behind = stream.read(_BEHIND)
+    if behind[:512].strip(b"\0"):
+        raise refusal(name, f"its header at byte {end:,} is damaged, or the archive was cut short", "archive")
+    if not behind:
+        raise refusal(
+            name,
+            "it was cut short or never closed: it does not end with zeros, as archives do. If nothing is missing, "
+            "`head -c 1024 /dev/zero >> ARCHIVE` ends it",
+            "archive",
+        )
+    if behind.strip(b"\0"):
+        raise refusal(
+            name,
+            f"there is more behind its end at byte {end:,}, as where archives were put together with cat; put them "
+            "together with tar --concatenate, or use them one by one",
+            "archive",
+        )
 
 
 def _check_plain(head: bytes, name: str) -> None:

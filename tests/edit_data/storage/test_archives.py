@@ -94,6 +94,21 @@ def test_a_damaged_archive_is_read_once_for_all_of_its_members(tmp_path: Path, m
     assert len(read) == 1
 
 
+def test_an_archive_that_ends_too_early_or_goes_on_behind_its_end_is_refused(tmp_path: Path) -> None:
+    whole = make_tar(tmp_path / "whole.tar", {"a": b"x" * 700, "b": b"y" * 10}).read_bytes()
+    starts = {"a": 0, "b": 512 + 1024}
+    (tmp_path / "cut.tar").write_bytes(whole[: starts["b"]])  # between two files: no header is damaged
+    (tmp_path / "both.tar").write_bytes(whole + make_tar(tmp_path / "c.tar", {"c": b"z"}).read_bytes())
+    place = LocalPlace(tmp_path)
+    assert place.file("whole.tar//b").read(100) == b"y" * 10
+    with pytest.raises(DataError, match="cut short or never closed"):
+        place.file("cut.tar//a").read(1000)
+    with pytest.raises(DataError, match="more behind its end"):
+        place.file("both.tar//a").read(1000)
+    (tmp_path / "cut.tar").write_bytes(whole[: starts["b"]] + b"\0" * 1024)
+    assert len(place.file("cut.tar//a").read(1000)) == 700
+
+
 def test_cells_of_a_parquet_file(place: Place) -> None:
     for row in (0, 3, 4, 8):
         assert picture_size(place.file(f"cells.parquet//{row}/image")) == (40 + row, 32)
