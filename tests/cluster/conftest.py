@@ -9,6 +9,7 @@ import pytest
 from tests.cluster.lab import missing
 from tests.cluster.lab.nodes import Nodes
 from tests.cluster.lab.slurm import Slurm
+from tests.cluster.launched import Reference, make_reference
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +29,9 @@ def slurm(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Slurm:
     cluster = Slurm(nodes, tmp_path_factory.mktemp("slurm") / "lab", 3)
     cluster.start()
     return cluster
+
+
+@pytest.fixture(scope="session")
+def reference(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """A run of a single process, which launches are compared with; makes the cache warm."""
+    return make_reference(recipe, tmp_path_factory.mktemp("launched"))

@@ -9,16 +9,11 @@ import pytest
 
 from tests.cluster.lab import missing
 from tests.cluster.lab.nodes import Ended, Nodes
-from tests.cluster.launched import TRAIN, ZERO2, Reference, assert_good, make_reference
+from tests.cluster.launched import TRAIN, ZERO2, Reference, assert_good
 from tests.end_to_end.commands import BIN, ROOT
 
 DEEPSPEED = [BIN / "deepspeed", "--hostfile", "hostfiles/2node"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--host", "node1:1,node2:1"]
-
-
-@pytest.fixture(scope="module")
-def reference(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_reference(recipe, tmp_path_factory.mktemp("launched"))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.lab.nodes import Nodes
 from tests.cluster.lab.slurm import Slurm
-from tests.cluster.launched import TRAIN, Reference, assert_good, make_reference
+from tests.cluster.launched import TRAIN, Reference, assert_good
 from tests.end_to_end.commands import BIN, ROOT, losses
 
 TWO = ["--nodes", "2", "--gpus-per-node", "1"]
@@ -24,11 +24,6 @@ echo "task $SLURM_PROCID of $SLURM_NTASKS at $MASTER_ADDR, start ${SLURM_RESTART
 trap 'echo "task $SLURM_PROCID saves"; exit 75' USR1 TERM
 for second in {1..100}; do sleep 1 & wait $!; done
 """
-
-
-@pytest.fixture(scope="module")
-def reference(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return make_reference(recipe, tmp_path_factory.mktemp("launched"))
 
 
 Submit = Callable[..., tuple[str, Path]]

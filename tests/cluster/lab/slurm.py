@@ -68,7 +68,7 @@ class Slurm:
         folder.mkdir(parents=True)
         (folder / "state").mkdir()
         lines = (
-            f"NodeName={name} NodeAddr={nodes.address(name)} CPUs=96 RealMemory=4000 Gres=gpu:{gpus} State=UNKNOWN"
+            f"NodeName={name} NodeAddr={nodes.address(name)} CPUs=96 RealMemory=64000 Gres=gpu:{gpus} State=UNKNOWN"
             for name in self.names
         )
         conf = _CONF.format(
