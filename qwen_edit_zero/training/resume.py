@@ -32,6 +32,8 @@ class RunIdentity:
         lora: rank, alpha and targets of the adapters; None for full fine-tuning.
         frozen: patterns of the parameters that do not train.
         order: how samples are drawn: the rule, balance and what weights mean.
+        content: of what samples show and say, as it is prepared. Another one is told, not refused: a target that was
+            mended, or a rule file, changes no order.
     """
 
     model_fingerprint: str
@@ -41,6 +43,7 @@ class RunIdentity:
     lora: dict[str, Any] | None
     frozen: list[str]
     order: dict[str, Any] = field(default_factory=dict)
+    content: str = ""
 
 
 _SETTING = {
@@ -181,7 +184,8 @@ def check_identity(
 ) -> None:
     """Raise CheckpointError listing what differs between the checkpoint's run and this one.
 
-    With `accept` the list is told instead; tensors that do not fit are still refused by `ParallelEngine.load_state`.
+    Other content of the same rows is only told. With `accept` the list is told instead, too; tensors that do not fit
+    are still refused by `ParallelEngine.load_state`.
     """
     saved = reader.run_state.get("identity")
     if not isinstance(saved, Mapping):
@@ -190,9 +194,14 @@ def check_identity(
     differing = [
         f"  {_SETTING[key]}: {saved.get(key)} there, {value} here"
         for key, value in asdict(identity).items()
-        if (key in saved or not imported) and saved.get(key) != value
+        if key != "content" and (key in saved or not imported) and saved.get(key) != value
     ]
     if not differing:
+        if saved.get("content", identity.content) != identity.content:
+            say(
+                "pictures, masks or texts of the training set, or what prepares them, are not as they were when "
+                f"{reader.path.name} was written; going on with what is there now"
+            )
         return
     told = f"{reader.path} belongs to a run that differs in what decides its samples and noise:\n" + "\n".join(
         differing

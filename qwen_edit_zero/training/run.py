@@ -162,6 +162,7 @@ class _Run:
         identity = resuming.RunIdentity(
             model_fingerprint=base_fingerprint(settings, self.folder, checkpoint),
             data_fingerprint=data.fingerprint,
+            content=data.prepared.content(),
             global_size=settings.batch.global_size,
             seed=settings.run.seed,
             order=order_identity(settings),

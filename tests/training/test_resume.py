@@ -50,6 +50,17 @@ def test_what_changes_the_meaning_is_named(changes: dict[str, Any], setting: str
     assert str(caught.value).count(" there, ") == 1
 
 
+def test_other_content_of_the_same_rows_is_told() -> None:
+    before, told = replace(IDENTITY, content="one"), list[str]()
+    check_identity(reader(before), before, say=told.append)
+    older = reader(before)
+    del older.run_state["identity"]["content"]  # as written before it was kept
+    check_identity(older, before, say=told.append)
+    assert not told
+    check_identity(reader(before), replace(IDENTITY, content="two"), say=told.append)
+    assert "are not as they were when step-00000003 was written" in told[0]
+
+
 def test_other_changed_settings_are_listed() -> None:
     now = {"optimizer": {"lr": 5e-4, "eps": 1e-8}, "batch": {"global_size": 16}}
     assert changed_settings(reader(IDENTITY), now) == ["optimizer.lr: 0.001 there, 0.0005 here"]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from qwen_edit_zero.edit_data.cache.columns import Column
 from qwen_edit_zero.edit_data.cache.needs import Making
@@ -112,6 +113,14 @@ class PreparedSet:
         digest = hashlib.blake2b(table.encode(), digest_size=16)
         digest.update(np.ascontiguousarray(self.buckets).data)
         for column in (self.rows, self.bucket_codes):
+            for start in range(0, len(column), _CHUNK):
+                digest.update(np.ascontiguousarray(column[start : start + _CHUNK]).data)
+        return digest.hexdigest()
+
+    def content(self) -> str:
+        """32 hex digits over what the samples show and say as it is prepared: pictures, masks, texts, variants."""
+        digest = xxhash.xxh3_128()
+        for column in (self.latents, self.masks, self.prompts, self.prompt_ends):
             for start in range(0, len(column), _CHUNK):
                 digest.update(np.ascontiguousarray(column[start : start + _CHUNK]).data)
         return digest.hexdigest()

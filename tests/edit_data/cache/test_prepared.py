@@ -352,8 +352,14 @@ def test_the_fingerprint_follows_samples_order_and_buckets(manifest: Path, tmp_p
     def fingerprint(filled: Filled) -> str:
         return filled.set.fingerprint(filled.table.fingerprint)
 
-    base = fingerprint(fill(manifest, tmp_path / "c", ranks=2))
-    assert fingerprint(fill(manifest, tmp_path / "c")) == base
+    filled = fill(manifest, tmp_path / "c", ranks=2)
+    base, content = fingerprint(filled), filled.set.content()
+    again = fill(manifest, tmp_path / "c")
+    assert (fingerprint(again), again.set.content()) == (base, content)
+    picture = (tmp_path / "t3.png").read_bytes()
+    (tmp_path / "t3.png").write_bytes((tmp_path / "t2.png").read_bytes())
+    assert fill(manifest, tmp_path / "c").set.content() != content
+    (tmp_path / "t3.png").write_bytes(picture)
     quadrants(90, 20).save(tmp_path / "t3.png")
     assert fingerprint(fill(manifest, tmp_path / "c")) != base
     (tmp_path / "t3.png").unlink()
