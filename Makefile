@@ -35,10 +35,11 @@ demo: $(VENV)/.installed ## train the tiny model on the demo data, consolidate i
 	qwen-edit-zero report $(RUN)
 	@echo
 	@echo "Done. Look at:"
-	@echo "  $(RUN)/contact_sheet.png    references, instruction, output and target of held-out pictures"
+	@echo "  $(RUN)/contact_sheet.png    references, instruction, output and target of held-out pictures;"
+	@echo "                                  rough after 450 steps: make learning trains until edits show"
 	@echo "  $(RUN)/loss.png             the loss curve   ($(RUN)/metrics.jsonl: the numbers)"
 	@echo "  $(RUN)/checkpoints/         resumable under any engine and number of ranks"
-	@echo "  runs/demo-consolidated/        the model in diffusers layout: QwenImageEditPlusPipeline.from_pretrained(...)"
+	@echo "  runs/demo-consolidated/        the model in diffusers layout: see README.md for how to load it"
 	@echo "Type next:"
 	@echo "  source $(VENV)/bin/activate"
 	@echo "  torchrun --nproc_per_node 2 qwen_edit_zero/train.py --engine fsdp2 run.name=mine    # the same under FSDP2"
