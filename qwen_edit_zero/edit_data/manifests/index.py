@@ -118,6 +118,23 @@ class Index:
     def __reduce__(self) -> tuple[type[Index], tuple[Path]]:
         return Index, (self.folder,)
 
+    def check(self) -> None:
+        """Raise DataError if columns are not what was written, as far as a quick look tells."""
+        wanted = {"category": self.header.category_counts, "split": self.header.split_counts}
+        counts = {name: np.zeros(len(of), np.int64) for name, of in wanted.items()}
+        size, sound = sum(map(len, self._records)), True
+        for at in range(0, self.header.rows, _CHUNK):
+            chunk = {name: column[at : at + _CHUNK] for name, column in self.columns.items()}
+            sound = sound and bool((chunk["weight"] > 0).all() and np.isfinite(chunk["weight"]).all())
+            length = chunk["length"].astype(np.uint64)
+            sound = sound and bool((length <= size).all() and (chunk["start"] <= np.uint64(size) - length).all())
+            for name, count in counts.items():
+                sound = sound and chunk[name].min() >= 0 and chunk[name].max() < len(count)
+                if sound:
+                    count += np.bincount(chunk[name], minlength=len(count))
+        if not sound or any(counts[name].tolist() != of for name, of in wanted.items()):
+            raise DataError(f"index {shown(self.folder)}: its columns are damaged; delete that folder")
+
     def row(self, number: int) -> Row:
         """The row at an index from 0."""
         start, length = int(self.columns["start"][number]), int(self.columns["length"][number])

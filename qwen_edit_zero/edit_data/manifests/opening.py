@@ -132,7 +132,7 @@ def _make(
     path = index_folder / key
     if path.exists():
         try:
-            Index(path)
+            Index(path).check()
         except DataError:
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -140,6 +140,30 @@ def test_a_damaged_index_is_made_again(tmp_path: Path, name: str) -> None:
     assert list(opened(tmp_path, rows(5))) == before
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("category", 1 << 30),
+        ("category", -1),
+        ("category", 0),
+        ("split", 9),
+        ("weight", float("nan")),
+        ("length", 1 << 31),
+    ],
+)
+def test_an_index_with_values_that_cannot_be_is_made_again(tmp_path: Path, name: str, value: float) -> None:
+    given = [row(i, category="ab"[i % 2]) for i in range(6)]
+    table = opened(tmp_path, given)
+    path = Path(table.index_folder) / f"{name}.bin"
+    sound = path.read_bytes()
+    column = np.fromfile(path, {"weight": "<f4", "length": "<u4"}.get(name, "<i4"))
+    column[3] = value
+    column.tofile(path)
+    del table
+    assert [s.category for s in opened(tmp_path, given)] == ["a", "b"] * 3
+    assert path.read_bytes() == sound
+
+
 def test_many_open_one_manifest_at_once(tmp_path: Path) -> None:
     path = write_manifest(tmp_path, rows(500))
     found: list[str] = []
