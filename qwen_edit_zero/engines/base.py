@@ -13,7 +13,7 @@ losses, which count once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -33,17 +33,20 @@ class StepResult:
 
     Attributes:
         grad_norm: global L2 norm over all trained parameters, before clipping, of the unscaled gradient; infinite or
-            NaN if the step was not applied.
-        applied: False if the gradient was not finite and weights, moments and counters were left untouched.
+            NaN if the step was not applied because of it.
+        applied: False if weights, moments and counters were left untouched: the gradient was not finite, or the step
+            was vetoed.
         loss_scale: the fp16 loss scale used in this step; 1.0 in other precisions.
         non_finite: names of trained parameters whose gradient is not finite, the first few in the model's order, the
             same on every rank; empty if the step was applied.
+        vetoed: `ParallelEngine.veto` would not have it.
     """
 
     grad_norm: float
     applied: bool
     loss_scale: float = 1.0
     non_finite: tuple[str, ...] = ()
+    vetoed: bool = False
 
 
 class ParallelEngine(ABC):
@@ -53,6 +56,9 @@ class ParallelEngine(ABC):
     module: torch.nn.Module  # unwrapped, with clean parameter names
     device: torch.device
     ranks: Ranks
+    # Asked in `step` for a finite gradient, given its norm as in StepResult; True: leave the step out. It must answer
+    # the same on every rank. Only set it where it is needed: the norm is then waited for before the update.
+    veto: Callable[[float], bool] | None = None
 
     @property
     def dp_rank(self) -> int:

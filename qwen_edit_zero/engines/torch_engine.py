@@ -140,8 +140,9 @@ class TorchEngine(ParallelEngine):
         norm = global_norm(counted, device=self.device, group=self._shard_group, reduce=self._reduces_norm()) / scale
 
         finite = math.isfinite(norm)
+        vetoed = finite and self.veto is not None and self.veto(norm)
         non_finite: tuple[str, ...] = ()
-        if finite:
+        if finite and not vetoed:
             factor = clip_coefficient(norm, self._clip_norm) / scale
             if factor != 1.0 and gradients:
                 torch._foreach_mul_(gradients, factor)
@@ -151,14 +152,15 @@ class TorchEngine(ParallelEngine):
             self._steps.common += 1
             if self._average is not None:
                 self._average.update(self._masters())
-        else:
+        elif not finite:
             mine = [n for n, s in self._stand_ins.items() if s.grad is not None and not s.grad.isfinite().all()]
             non_finite = first_names(mine, self._trained)
         self._loss_scale.update(finite=finite)
         self._optimizer.zero_grad(set_to_none=True)
         for parameter in self._trained.values():
             parameter.grad = None
-        return StepResult(grad_norm=norm, applied=finite, loss_scale=scale, non_finite=non_finite)
+        applied = finite and not vetoed
+        return StepResult(grad_norm=norm, applied=applied, loss_scale=scale, non_finite=non_finite, vetoed=vetoed)
 
     def _is_first_of_shard_group(self) -> bool:
         return self._shard_group is None or dist.get_rank(self._shard_group) == 0

@@ -19,6 +19,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class GuardSettings(Section):
+    """What is done about a step whose loss or gradient norm is far above what is usual; see docs/staying_alive.md."""
+
+    # skip: the step is not applied; rollback: the run goes back to its newest checkpoint, and leaves the samples out
+    action: Literal["off", "skip", "rollback"] = "off"
+    threshold: Annotated[float, Field(ge=3)] = 8.0  # robust deviations above the median that make a spike
+    window: Annotated[int, Field(ge=20)] = 100  # applied steps of which median and deviation are taken
+    leave_out: Positive = 1  # rollback: steps that led up to the spike, it included, whose samples are left out
+    most: Positive = 10  # spikes after which the run ends
+
+
 class RunSettings(Section):
     """What is run, where its files go (`dir/name`), and for how long."""
 
@@ -32,6 +43,7 @@ class RunSettings(Section):
     # a rank that gives no sign of life for so long while steps are trained (killed, frozen, cut off) ends the job
     silent_seconds: Annotated[float, Field(ge=5)] = 20.0
     hang_factor: Annotated[float, Field(ge=2)] = 5.0  # a step may take so many times the usual, and hang_seconds more
+    guard: GuardSettings = GuardSettings()  # against loss spikes
     hang_seconds: Annotated[float, Field(gt=0)] = 60.0  # see hang_factor; a step that takes longer ends the job
 
 

@@ -150,7 +150,9 @@ class ZeroEngine(ParallelEngine):
     def step(self, *, lr: float) -> StepResult:
         scale = self._loss_scale.value
         self._engine.optimizer.set_lr(lr)
-        self._engine.step()
+        vetoed: list[float] = []
+        with library.vetoing(self._engine.optimizer, self.stage, self.veto, vetoed):
+            self._engine.step()
         applied = bool(self._engine.was_step_applied())
         norm = float(self._engine.get_global_grad_norm())
         non_finite = () if applied else first_names(self._non_finite, trained(self.module))
@@ -158,8 +160,10 @@ class ZeroEngine(ParallelEngine):
         self._steps.common += applied
         if applied and self._average is not None:
             self._average.update(self._masters())
-        self._loss_scale.update(finite=applied)
+        self._loss_scale.update(finite=applied or bool(vetoed))
         self._announce_loss_scale()
+        if vetoed:
+            return StepResult(vetoed[0], False, loss_scale=scale, vetoed=True)
         return StepResult(norm if applied else math.inf, applied, loss_scale=scale, non_finite=non_finite)
 
     def _note_non_finite(self) -> None:

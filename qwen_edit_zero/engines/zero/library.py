@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,37 @@ def watch_overflow(optimizer: Any, on_overflow: Callable[[], None]) -> None:
         return update_scale(has_overflow)
 
     optimizer._update_scale = update
+
+
+@contextmanager
+def vetoing(optimizer: Any, stage: int, veto: Callable[[float], bool] | None, vetoed: list[float]) -> Iterator[None]:
+    """Inside, a step that `veto` will not have is skipped as one with an infinite gradient is; its norm is put into
+    `vetoed`."""
+    if veto is None:
+        yield
+        return
+    name = "_get_norm_groups" if stage == 3 else "scaled_global_norm"
+    compute = getattr(optimizer, name)
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        found = compute(*args, **kwargs)
+        norm = combine_grad_norm_groups(found) if stage == 3 else found
+        if is_invalid_grad_norm(norm):
+            return found
+        value = float(norm) / float(optimizer.loss_scale)
+        if veto(value):
+            vetoed.append(value)
+            infinite = torch.full_like(norm, math.inf)
+            return [infinite] if stage == 3 else infinite
+        return found
+
+    from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+
+    setattr(optimizer, name, computed)
+    try:
+        yield
+    finally:
+        delattr(optimizer, name)
 
 
 def make_cpu_adamw(parameters: list[torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
