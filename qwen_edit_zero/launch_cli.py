@@ -56,8 +56,8 @@ def launch(given: Sequence[str]) -> int:
     parsed = launch_parser().parse_args(words[:cut])
     arguments = [parsed.recipe, *words[cut + 1 :]]
     cluster = Cluster(parsed.nodes, parsed.gpus_per_node, parsed.hostfile)
-    check_training(arguments, cluster.ranks)
     planned = plan(cluster, parsed.launcher, arguments, options=parsed.option)
+    check_training(arguments, cluster.ranks)
     if parsed.dry_run:
         print(planned.shown(), end="")
         return 0

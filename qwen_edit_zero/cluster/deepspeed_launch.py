@@ -61,7 +61,9 @@ def mended(
     if not given.hostfile.is_file():
         if any(word.startswith(("--hostfile", "-H")) for word in options):
             raise ClusterError(f"the hostfile {given.hostfile} does not exist (working directory: {Path.cwd()})")
-        return list(options), list(arguments)
+        chosen = _visible_devices(given, environ, "localhost", None)
+        alone = ["--no_ssh_check", "--master_addr=127.0.0.1"] if chosen else []
+        return [*options, *chosen, *alone], list(arguments)
     hosts = parse_hostfile(given.hostfile)
     left = filter_hosts(hosts, include=given.include, exclude=given.exclude)
     names = list(left)[: given.num_nodes] if given.num_nodes > 0 else list(left)
@@ -75,6 +77,7 @@ def mended(
                 f"{names[0]} is the only node that {given.hostfile} leaves, and it is not this machine, but deepspeed "
                 "would start its ranks here; add --force_multi before the script, or run the command there"
             )
+        added += _visible_devices(given, environ, names[0], len(left[names[0]]))
         added += [] if given.no_ssh_check else ["--no_ssh_check"]
         added += [] if given.master_addr else ["--master_addr=127.0.0.1"]
         return [*options, *added], list(arguments)
@@ -119,7 +122,6 @@ def _parse(options: Sequence[str]) -> argparse.Namespace:
 def _hostfile_for_deepspeed(path: os.PathLike[str], hosts: Sequence[Host]) -> list[str]:
     """Nothing if DeepSpeed reads the file as we do; else the option that gives it a plain copy."""
     import re
-    import tempfile
     from pathlib import Path
 
     from qwen_edit_zero.cluster.hostlists import written
@@ -129,9 +131,50 @@ def _hostfile_for_deepspeed(path: os.PathLike[str], hosts: Sequence[Host]) -> li
     ours = [(f"{host.user}@{host.name}" if host.user else host.name, str(host.slots)) for host in hosts]
     if [match.groups() if match else None for match in read] == ours:
         return []
+    return [f"--hostfile={_written_hostfile(written(hosts, 'deepspeed'))}"]
+
+
+def _visible_devices(given: argparse.Namespace, environ: Mapping[str, str], name: str, slots: int | None) -> list[str]:
+    """Options that keep ranks of this machine to the GPUs of CUDA_VISIBLE_DEVICES, if it names some.
+
+    By itself DeepSpeed takes its ids for places in the list without a hostfile (4,5 are then "not there"), and with one
+    it starts on GPUs 0, 1 ... whatever is visible. `slots`: how many ranks the hostfile asks for; None: no hostfile.
+    """
+    from qwen_edit_zero.errors import ClusterError
+
+    visible = environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if visible in ("", "-1", "NoDevFiles") or given.include or given.exclude:
+        return []
+    ids = [word.strip() for word in visible.split(",")]
+    if not all(word.isascii() and word.isdigit() for word in ids):
+        raise ClusterError(
+            f"CUDA_VISIBLE_DEVICES is {visible}, but deepspeed knows GPUs by number only; give it numbers "
+            "(nvidia-smi -L shows both), or start with torchrun"
+        )
+    wanted = given.num_gpus if given.num_gpus > 0 else len(ids) if slots is None else slots
+    if wanted > len(ids):
+        raise ClusterError(
+            f"{wanted} ranks are to start here, but CUDA_VISIBLE_DEVICES={visible} shows {len(ids)} GPUs; "
+            "ask for fewer slots, or show more"
+        )
+    chosen = ids[:wanted]
+    if given.num_gpus > 0 or given.num_nodes > 0:  # which cannot be given with --include
+        if chosen == [str(i) for i in range(wanted)]:
+            return []
+        raise ClusterError(
+            f"deepspeed would start on GPUs 0 to {wanted - 1} instead of {','.join(chosen)}, which "
+            "CUDA_VISIBLE_DEVICES shows; leave out --num_gpus and --num_nodes, and let it show those to use only"
+        )
+    copy = _written_hostfile(f"{name} slots={max(map(int, chosen)) + 1}\n")
+    return [f"--hostfile={copy}", f"--include={name}:{','.join(chosen)}"]
+
+
+def _written_hostfile(text: str) -> str:
+    import tempfile
+
     with tempfile.NamedTemporaryFile("w", prefix="hostfile-", delete=False, encoding="utf-8") as file:
-        file.write(written(hosts, "deepspeed"))
-    return [f"--hostfile={file.name}"]
+        file.write(text)
+    return file.name
 
 
 def _check_reach(given: argparse.Namespace, launcher: str, hosts: Sequence[Host]) -> None:

@@ -207,6 +207,24 @@ def test_a_line_that_is_no_variable_is_named(tmp_path: Path, tools: Path) -> Non
         extra_options(["--hostfile", hostfile(tmp_path, "good1", "good2")], {"DS_ENV_FILE": str(CASE)})
 
 
+def test_gpus_that_are_visible_are_those_that_are_used(tmp_path: Path) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "4,5"}
+    for options in ([], ["--hostfile", hostfile(tmp_path, "localhost")]):
+        added = extra_options(options, environ)
+        assert "--include=localhost:4,5" in added
+        made = next(word.removeprefix("--hostfile=") for word in added if word.startswith("--hostfile="))
+        assert Path(made).read_text() == "localhost slots=6\n"
+        assert "--no_ssh_check" in added
+        with pytest.raises(ClusterError, match="by number only"):
+            extra_options(options, {"CUDA_VISIBLE_DEVICES": "GPU-5bcd,GPU-7fe1"})
+        with pytest.raises(ClusterError, match=r"would start on GPUs 0 to 0 instead of 4"):
+            extra_options([*options, "--num_gpus", "1"], environ)
+        assert "--include" not in "".join(extra_options([*options, "--num_gpus", "1"], {"CUDA_VISIBLE_DEVICES": "0,1"}))
+    with pytest.raises(ClusterError, match="2 ranks are to start here, but CUDA_VISIBLE_DEVICES=3 shows 1 GPUs"):
+        extra_options(["--hostfile", hostfile(tmp_path, "localhost")], {"CUDA_VISIBLE_DEVICES": "3"})
+    assert extra_options([], {"CUDA_VISIBLE_DEVICES": ""}) == []
+
+
 def test_open_mpi_gets_no_quotes_that_would_stay(tmp_path: Path, tools: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepspeed_launch, "_openmpi_interface", lambda *_: [])
     mpirun = tools / "mpirun"

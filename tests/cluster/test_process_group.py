@@ -57,6 +57,19 @@ def test_a_gpu_that_is_there_but_cannot_be_used_is_not_passed_over(monkeypatch: 
     assert choose_device(identity(), "cpu") == torch.device("cpu")
 
 
+def test_a_meeting_point_of_another_job_is_refused_where_rank_0_is(capsys: pytest.CaptureFixture[str]) -> None:
+    def me(rank: int, address: str, launcher: str = "slurm") -> Identity:
+        return Identity(rank, 0, 2, 1, launcher, address, 29500)
+
+    with pytest.raises(ClusterError, match=r"MASTER_ADDR is 192\.0\.2\.1, which is not .*unset MASTER_ADDR"):
+        process_group._check_meeting_point(me(0, "192.0.2.1"))
+    with pytest.raises(ClusterError, match=r"MASTER_ADDR is node\.invalid"):
+        process_group._check_meeting_point(me(0, "node.invalid"))
+    for fine in (me(0, "127.0.0.1"), me(0, "localhost"), me(0, "192.0.2.1", "torchrun"), me(1, "192.0.2.1")):
+        process_group._check_meeting_point(fine)
+    assert "2 ranks, started by slurm, meet at localhost:29500" in capsys.readouterr().out
+
+
 def _started(rank: int, world: int, port: int) -> tuple[str, str, float, dict[str, str]]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
