@@ -16,6 +16,7 @@ from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.settings.files import read_text
 from qwen_edit_zero.settings.layers import Layer
 
+_DATA_SUFFIXES = (".jsonl", ".csv", ".parquet", ".tar")
 _MAX_VALUES = 20_000  # aliases may multiply values; a recipe has a few hundred
 _NULL, _BOOL, _INT, _FLOAT, _STR = (f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str"))
 _PATTERNS = {
@@ -123,6 +124,8 @@ def parse_yaml(text: str, *, shown: str) -> Any:
 
 def read_yaml(path: Path, *, shown: str) -> Layer:
     """Read a recipe. Raises SettingsError naming `shown`:line if it is not one mapping in UTF-8 YAML."""
+    if path.suffix.lower() in _DATA_SUFFIXES:
+        raise SettingsError(f"{shown} is no recipe, which is YAML; a data set is given as data.manifest={shown}")
     value, places = _build(read_text(path, shown=shown), shown)
     if value is None:
         raise SettingsError(f"{shown} is empty; a recipe is a mapping with sections such as run, model and data")
