@@ -71,7 +71,7 @@ def test_a_byte_order_mark_and_windows_line_ends_change_nothing(tmp_path: Path) 
 def test_a_data_set_given_as_the_recipe_is_told_where_it_goes(tmp_path: Path) -> None:
     manifest = tmp_path / "train.jsonl"
     manifest.write_text('{"source": "a.png", "instruction": "x", "target": "b.png"}\n')
-    with pytest.raises(SettingsError, match="is no recipe.*data.manifest=.*train.jsonl"):
+    with pytest.raises(SettingsError, match=r"is no recipe.*data\.manifest=.*train\.jsonl"):
         load_settings(manifest)
 
 
