@@ -35,7 +35,8 @@ class StepMetrics:
             over all ranks without padding and fillers, as a fraction; see `edit_data.batches.split`.
         tflops_per_device: model FLOP (3x forward; recomputation not counted) a second and device, in 1e12.
         memory_peak_bytes: peak device memory allocated on rank 0 (on CPU: peak resident set of the process).
-        skipped: True if the gradient was not finite and nothing was updated.
+        skipped: True if nothing was updated: the gradient was not finite, or the guard would not have it.
+        guarded: it was the guard that would not have the step.
         skip_reason: which samples or parameters were not finite; only in the lines of skipped steps.
         loss_scale: fp16 loss scale; 1 in other precisions.
     """
@@ -55,6 +56,7 @@ class StepMetrics:
     skipped: bool = False
     loss_scale: float = 1.0
     skip_reason: str | None = None
+    guarded: bool = False
 
 
 def memory_peak_bytes(device: torch.device) -> int:
@@ -72,6 +74,8 @@ def to_json_line(metrics: StepMetrics) -> str:
     }
     if metrics.skip_reason is None:
         del values["skip_reason"]
+    if not metrics.guarded:
+        del values["guarded"]
     return json.dumps(values, allow_nan=False)
 
 
@@ -100,7 +104,7 @@ class MetricsWriter:
         self._file.flush()
         if self._board is not None:
             for key, value in asdict(metrics).items():
-                if key not in ("step", "skipped", "skip_reason"):
+                if key not in ("step", "skipped", "skip_reason", "guarded"):
                     self._board.add_scalar(f"train/{key}", value, metrics.step)
 
     def write_drawn(self, drawn: Mapping[str, int], *, epoch: int, step: int) -> None:

@@ -28,7 +28,7 @@ from qwen_edit_zero.engines.adamw import check_optimizer
 from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.factory import make_engine
 from qwen_edit_zero.engines.precision import DTYPES
-from qwen_edit_zero.errors import START_AGAIN
+from qwen_edit_zero.errors import START_AGAIN, RunError
 from qwen_edit_zero.settings.load import LoadedSettings
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.settings.render import settings_yaml
@@ -37,6 +37,7 @@ from qwen_edit_zero.training import run_folder
 from qwen_edit_zero.training.base_weights import base_fingerprint, frozen_share, starting_weights
 from qwen_edit_zero.training.chronicle import Chronicle
 from qwen_edit_zero.training.conditioning import Conditioned, condition
+from qwen_edit_zero.training.guard import STATE, RollBack, SpikeGuard
 from qwen_edit_zero.training.hooks import ChronicleHook, DrawnHook, MetricsHook, PeriodicHook
 from qwen_edit_zero.training.loading import check_whole, load_checkpoint
 from qwen_edit_zero.training.lr import lr_at
@@ -169,6 +170,7 @@ class _Run:
             lora=lora_reference(settings.model.lora).model_dump(mode="json") if settings.model.lora else None,
             frozen=list(settings.model.freeze),
         )
+        guard = SpikeGuard(settings.run.guard)
         first, is_set_up = 0, False
         while checkpoint is not None:
             try:
@@ -186,6 +188,8 @@ class _Run:
                     load_checkpoint(engine, reader, self.say, frozen=not self.folder.has_weights)
                     choice.went_on_from(checkpoint)
                     first = reader.step
+                    guard.load(reader.run_state.get(STATE, {}))
+                    guard.has_checkpoint = True
                     self.say(f"going on from {reader.path} (step {first}, written by {reader.manifest.engine})")
                     self.chronicle.event("resumed", step=first, checkpoint=reader.path)
                 break
@@ -197,12 +201,38 @@ class _Run:
         if not is_set_up:
             self._set_up(engine, module)
         frozen = frozen_share(settings, self.folder, module, checkpoint, rank=self.rank, world=self.world)
-        stopped = self._fit(engine, conditioned, order, identity, first, total_steps, frozen)
+        while True:
+            try:
+                stopped = self._fit(engine, conditioned, order, identity, first, total_steps, frozen, guard)
+                break
+            except RollBack as back:
+                first = self._go_back(engine, guard, back)
         if stopped is not None:
             return self._preempted(stopped)
         self.chronicle.end("finished", 0)
         self.say(f"finished {total_steps} {'step' if total_steps == 1 else 'steps'}; everything is in {self.path}")
         return 0
+
+    def _go_back(self, engine: ParallelEngine, guard: SpikeGuard, back: RollBack) -> int:
+        """Load the newest checkpoint from before a spike; returns the steps done then. Collective."""
+        guard.leave_out(back.step)
+        choice = resuming.CheckpointChoice(resuming.AUTO, self.checkpoints, self.say, rank=self.rank)
+        while (checkpoint := choice.next()) is not None:
+            try:
+                with opened_together(checkpoint) as reader:
+                    if reader.step >= back.step:
+                        choice.refuse(checkpoint, f"it is not older than the spike at step {back.step}")
+                        continue
+                    load_checkpoint(engine, reader, self.say)
+                    guard.load(reader.run_state.get(STATE, {}), keep=True)
+                    self.chronicle.event(
+                        "rolled_back", step=back.step, to=reader.step, reason=back.why, left_out=sorted(guard.left_out)
+                    )
+                    self.say(f"step {back.step}: {back.why}. Going back to step {reader.step}")
+                    return reader.step
+            except DamagedError as error:
+                choice.refuse(checkpoint, error.fault)
+        raise RunError(f"the loss spiked at step {back.step} ({back.why}), and there is no checkpoint to go back to")
 
     def _preempted(self, stopped: StepMetrics) -> int:
         """Tell who was asked to end. Collective."""
@@ -267,6 +297,7 @@ class _Run:
         first: int,
         total_steps: int,
         frozen: FrozenShare | None,
+        guard: SpikeGuard,
     ) -> StepMetrics | None:
         """Train to the last step, or to the one that is returned, after which a signal asked for the end."""
         settings, data, schedule = self.settings, conditioned.training, order.schedule
@@ -288,15 +319,22 @@ class _Run:
         )
         pictures = SamplePictures(engine, self.folder, conditioned, settings)
         samples_folder = self.path / run_folder.SAMPLES
+
+        def saved(step: int, path: Path) -> None:
+            guard.has_checkpoint = True
+            self.chronicle.event("save", step=step, path=path)
+
         checkpoints = CheckpointHook(
             engine,
             self.checkpoints,
             settings.checkpoint,
-            checkpoint_contents(settings, self.folder, engine, identity),
+            checkpoint_contents(
+                settings, self.folder, engine, identity, lambda: {STATE: guard.state()} if guard.on else {}
+            ),
             progress.say,
             frozen,
             self.chronicle.may_write,
-            lambda step, path: self.chronicle.event("save", step=step, path=path),
+            saved,
         )
         watchdog = Watchdog(
             factor=settings.run.hang_factor,
@@ -342,6 +380,7 @@ class _Run:
                     sample_ids=lambda plan: [data.samples[i].id for i in plan.indices],
                     max_skipped=settings.optimizer.max_skipped,
                     min_loss_scale=settings.precision.min_loss_scale if settings.precision.mode == "fp16" else None,
+                    guard=guard,
                     asked_to_end=lambda: signals.requested() is not None,
                     hooks=hooks,
                 ).fit(first, total_steps, samples_seen=schedule.samples_before(first))

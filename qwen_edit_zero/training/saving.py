@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -299,9 +300,13 @@ def _finish_copies(caretaker: Caretaker | None, ranks: Coordinator, say: Callabl
 
 
 def checkpoint_contents(
-    settings: Settings, folder: ModelFolder, engine: ParallelEngine, identity: RunIdentity
+    settings: Settings,
+    folder: ModelFolder,
+    engine: ParallelEngine,
+    identity: RunIdentity,
+    more: Callable[[], Mapping[str, Any]] = dict,
 ) -> Describe:
-    """What describes the checkpoints of a run; `engine` must be set up."""
+    """What describes the checkpoints of a run; `engine` must be set up. `more` is added to the run state of each."""
     lora = settings.model.lora
     model = ModelReference(
         path=settings.model.path if settings.model.path == "tiny" else str(folder.path),
@@ -320,7 +325,7 @@ def checkpoint_contents(
             epoch=metrics.epoch,
             samples_seen=metrics.samples_seen,
             engine=engine.scalars(),
-        ) | {GROUPS: [group.json() for group in groups_of(settings.optimizer)]}
+        ) | {GROUPS: [group.json() for group in groups_of(settings.optimizer)], **more()}
         return Contents(metrics.step, state, settings.model_dump(mode="json"), model, engine.name, recorded)
 
     return describe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from qwen_edit_zero.edit_data.batches.schedule import StepPlan
 from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.ranks import Ranks
 from qwen_edit_zero.errors import DivergenceError
+from qwen_edit_zero.training.guard import SpikeGuard
 from qwen_edit_zero.training.metrics import StepMetrics, memory_peak_bytes
 
 
@@ -51,6 +53,8 @@ class Trainer:
         asked_to_end: whether this rank has been asked to end the run after the step under way. All ranks learn of it
             with the step's loss, in a collective that there is anyway, so that it costs nothing, and is the same step
             for all.
+        guard: judges each step before it is applied. The loss of all ranks is then known before the optimizer's step,
+            not after it, as without a guard.
     """
 
     def __init__(
@@ -64,27 +68,33 @@ class Trainer:
         max_skipped: int,
         min_loss_scale: float | None = None,
         asked_to_end: Callable[[], bool] = lambda: False,
+        guard: SpikeGuard | None = None,
         hooks: Sequence[Hook],
     ) -> None:
         self.engine, self.task, self.hooks = engine, task, hooks
         self.steps, self.lr_at, self.sample_ids = steps, lr_at, sample_ids
         self.max_skipped, self.min_loss_scale = max_skipped, min_loss_scale
         self.asked_to_end, self._ends = asked_to_end, False
+        self.guard = guard if guard is not None and guard.on else None
+        engine.veto = None if self.guard is None else self.guard.veto
 
     def fit(self, first: int, last: int, *, samples_seen: int) -> StepMetrics | None:
         """Train steps `first` up to `last`, having seen `samples_seen` samples before.
 
         Returns None when the last step is done; else the step, the same on all ranks, after which the run is to end
-        because some rank was asked to. Raises DivergenceError.
+        because some rank was asked to. Raises DivergenceError, and RollBack for the guard.
         """
         skipped_in_a_row = 0
         for plan, batches in self.steps(first, last):
-            metrics = self.train_step(plan, batches, samples_seen=samples_seen)
+            if self.guard is not None and plan.step + 1 in self.guard.left_out:
+                metrics = self._left_out(plan, batches, samples_seen=samples_seen)
+            else:
+                metrics = self.train_step(plan, batches, samples_seen=samples_seen)
             samples_seen = metrics.samples_seen
-            skipped_in_a_row = skipped_in_a_row + 1 if metrics.skipped else 0
+            skipped_in_a_row = skipped_in_a_row + 1 if metrics.skipped and not metrics.guarded else 0
             for hook in self.hooks:
                 hook.after_step(metrics, is_last=metrics.step == last)
-            if metrics.skipped:
+            if skipped_in_a_row:
                 self._check_skipping(metrics, plan, skipped_in_a_row)
             if self._ends and metrics.step < last:
                 return metrics
@@ -135,16 +145,28 @@ class Trainer:
             loss_sum += loss.detach()
             by_sample.append((batch.sample_ids, losses.detach()))
         lr = self.lr_at(int(self.engine.scalars()["optimizer_steps"]))
-        position.at("the optimizer's step")
-        result = self.engine.step(lr=lr)
+        result = None
+        if self.guard is None:
+            position.at("the optimizer's step")
+            result = self.engine.step(lr=lr)
         totals = torch.tensor([loss_sum.item(), flops, float(self.asked_to_end())], dtype=torch.float64)
         position.at("summing losses over ranks")
         # Ranks that split sequences have each computed the same samples' losses.
         sums = sum_over_ranks(totals, self.engine.device) / self.engine.ranks.sequence_size
         total_loss, total_flops, asked = sums.tolist()
         self._ends = asked > 0
+        if result is None:
+            assert self.guard is not None
+            self.guard.expect(total_loss / samples)
+            position.at("the optimizer's step")
+            result = self.engine.step(lr=lr)
         position.end("between steps")
         seconds = time.perf_counter() - began
+        reason: str | None = None
+        if result.vetoed and self.guard is not None:
+            reason = self.guard.act(plan.step + 1, self.sample_ids(plan))
+        elif not result.applied:
+            reason = _skip_reason(by_sample, result.non_finite, self.engine.ranks)
         return StepMetrics(
             step=plan.step + 1,
             epoch=plan.epoch,
@@ -160,7 +182,32 @@ class Trainer:
             memory_peak_bytes=memory_peak_bytes(self.engine.device),
             skipped=not result.applied,
             loss_scale=result.loss_scale,
-            skip_reason=None if result.applied else _skip_reason(by_sample, result.non_finite, self.engine.ranks),
+            skip_reason=reason,
+            guarded=result.vetoed,
+        )
+
+    def _left_out(self, plan: StepPlan, batches: StepBatches, *, samples_seen: int) -> StepMetrics:
+        """A step that the guard has forbidden: its samples are passed over, and nothing changes."""
+        began = time.perf_counter()
+        for _ in batches:
+            pass
+        seconds = time.perf_counter() - began
+        return StepMetrics(
+            step=plan.step + 1,
+            epoch=plan.epoch,
+            samples_seen=samples_seen + len(plan.indices),
+            loss=math.nan,
+            grad_norm=math.nan,
+            lr=self.lr_at(int(self.engine.scalars()["optimizer_steps"])),
+            step_seconds=seconds,
+            samples_per_second=0.0,
+            data_seconds=seconds,
+            imbalance=batches.imbalance,
+            tflops_per_device=0.0,
+            memory_peak_bytes=memory_peak_bytes(self.engine.device),
+            skipped=True,
+            skip_reason="its samples are left out, since the loss spiked after them",
+            guarded=True,
         )
 
 
