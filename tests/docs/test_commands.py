@@ -15,7 +15,22 @@ from tests.end_to_end.commands import BIN, ROOT, run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TRAIN = ("qwen_edit_zero/train.py", "slurm/train.sbatch")
-_SET_UP = {"source", "cd", "export", "hf", "jq", "pip", "ssh", "scontrol", "scancel", "squeue", "tail"}
+_SET_UP = {
+    "source",
+    "cd",
+    "export",
+    "hf",
+    "jq",
+    "pip",
+    "pdsh",
+    "ssh",
+    "ssh-copy-id",
+    "ssh-keygen",
+    "scontrol",
+    "scancel",
+    "squeue",
+    "tail",
+}
 
 
 def commands(page: Path) -> list[str]:
