@@ -33,7 +33,7 @@ def show_normalised(what: Sequence[str], *, rules: Path | None, everything: bool
             not_shown += 1
             continue
         print(_normalised_lines(where, prepared))
-    _end(tally, not_shown, "changed")
+    _end(tally.lines() if tally.instructions > 1 else [], not_shown, "changed")
     return 0
 
 
@@ -46,12 +46,14 @@ def show_safety(what: Sequence[str], *, rules: Path | None, everything: bool) ->
         tally.add(prepared)
         if where and not prepared.findings:
             continue
-        found += 1
+        found += bool(prepared.findings)
         if where and found > _FIRST and not everything:
             not_shown += 1
             continue
         print(_safety_lines(where, prepared))
-    _end(tally, not_shown, "found")
+    tally.changes.clear()  # chat markup made harmless: not asked about
+    counts = [f"something is found in {found:,} of {tally.instructions:,} instructions", *tally.lines()[1:]]
+    _end(counts if tally.instructions > 1 else [], not_shown, "found")
     return 2 if tally.refused else 0
 
 
@@ -93,11 +95,11 @@ def _safety_lines(where: str, prepared: Prepared) -> str:
     return "\n".join(lines if prepared.findings else [*lines, "    nothing found"])
 
 
-def _end(tally: Tally, not_shown: int, what: str) -> None:
+def _end(counts: Sequence[str], not_shown: int, what: str) -> None:
     if not_shown:
         print(f"{not_shown:,} more {what}; --all shows them")
-    if tally.instructions > 1:
-        print("\n".join(tally.lines()))
+    if counts:
+        print("\n".join(counts))
 
 
 def _plain(text: str) -> str:

@@ -48,7 +48,9 @@ def test_safety_ends_with_2_if_anything_would_be_blocked(
     assert cli.main(["data", "safety", "-"]) == 2
     out = capsys.readouterr().out
     assert 'line 2\n  把她变成裸 体\n    blocked by rule nudity (sexual) at "裸 体", character 5\n' in out
+    assert "something is found in 1 of 2 instructions\nfound by the safety filter:" in out
     assert "1 of 2 instructions refused" in out
+    assert "changed" not in out
 
 
 def test_mistakes_are_one_line_and_torch_is_not_imported(tmp_path: Path) -> None:
