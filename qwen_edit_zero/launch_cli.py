@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from argparse import ArgumentTypeError
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen_edit_zero.cluster.hostfile import parse_hostfile
+from qwen_edit_zero.cluster.hostfile import filter_hosts, parse_hostfile
 from qwen_edit_zero.cluster.hostlists import READ, WRITTEN, read_hosts, written
 from qwen_edit_zero.cluster.launch import LAUNCHERS, Cluster, check_training, plan
 from qwen_edit_zero.cluster.reach import unreachable
@@ -75,7 +75,9 @@ def hostfile_parser() -> Parser:
     what = "read it strictly, and say what it asks for; exit status 2 if something is wrong"
     verb = verbs.add_parser("check", help=what, description=what)
     verb.add_argument("file", type=Path, metavar="FILE")
-    verb.add_argument("--ssh", action="store_true", help="try `ssh HOST true` for all hosts, too")
+    verb.add_argument("--include", default="", metavar="HOST:ID,..@..", help="as deepspeed's")
+    verb.add_argument("--exclude", default="", metavar="HOST:ID,..@..", help="as deepspeed's")
+    verb.add_argument("--ssh", action="store_true", help="try `ssh HOST true` for these hosts, too")
     what = "write its hosts in the form of another launcher"
     verb = verbs.add_parser("convert", help=what, description=what)
     verb.add_argument("file", type=Path, metavar="FILE")
@@ -98,14 +100,22 @@ def hostfile(given: Sequence[str]) -> int:
             print("Slurm puts nodes into an order of its own, and rank 0 on its first one", file=sys.stderr)
         print(written(hosts, parsed.to), end="")
         return 0
+    return _check_hostfile(parsed)
+
+
+def _check_hostfile(parsed: Namespace) -> int:
     hosts = parse_hostfile(parsed.file)
-    ranks = sum(host.slots for host in hosts)
-    nodes = f"{len(hosts)} node{'s' if len(hosts) > 1 else ''}"
-    print(f"{parsed.file}: {nodes}, {ranks} ranks, rank 0 on {hosts[0].name}")
+    slots = filter_hosts(hosts, include=parsed.include, exclude=parsed.exclude)
+    rank = 0
+    for name, ids in slots.items():
+        print(f"{name}: ranks {rank}-{rank + len(ids) - 1} on slots {','.join(map(str, ids))}")
+        rank += len(ids)
+    nodes = f"{len(slots)} node{'s' if len(slots) > 1 else ''}"
+    print(f"{nodes}, {rank} ranks; rank 0 is on {next(iter(slots))}")
     if parsed.ssh:
         if shutil.which("ssh") is None:
             raise ClusterError("there is no ssh on this machine")
-        if reasons := unreachable(hosts):
+        if reasons := unreachable([host for host in hosts if host.name in slots]):
             shown = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
             raise ClusterError(f"{len(reasons)} of {nodes} cannot be reached by ssh without a password:{shown}")
         print("all of them can be reached by ssh without a password")
