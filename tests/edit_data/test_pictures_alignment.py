@@ -15,7 +15,6 @@ from qwen_edit_zero.edit_data.pictures.alignment import (
     Size,
     frames_of,
     grid_size,
-    near_misses,
     prepared_sizes,
 )
 from qwen_edit_zero.edit_data.pictures.draws import PLAIN, Draw, draw_for
@@ -147,11 +146,10 @@ def test_what_is_drawn_changes_no_size_and_stays_inside(
 @settings(deadline=None)
 def test_columns_of_sizes_give_what_single_samples_give(sizes: list[list[Size]], present: int, align: Align) -> None:
     table = np.array([row[:present] + [(0, 0)] * (4 - present) for row in sizes], np.int32).reshape(-1, 4, 2)
-    columns, near = prepared_sizes(table, area=AREAS.vae, align=align), near_misses(table, align=align)
-    for row, got, flags in zip(sizes, columns, near, strict=True):
+    columns = prepared_sizes(table, area=AREAS.vae, align=align)
+    for row, got in zip(sizes, columns, strict=True):
         frames = frames_of(row[0], tuple(row[1:present]), area=AREAS.vae, align=align)
         assert tuple(map(tuple, got[:present].tolist())) == frames.sizes
-        assert tuple(flags[:present].tolist()) == frames.nearly
         assert not got[present:].any()
 
 
@@ -179,14 +177,14 @@ def test_a_reference_cut_to_a_multiple_is_stretched_or_cut_as_the_setting_says()
     target = noise((324, 243))
     source = target.crop((2, 1, 322, 241))  # 320 x 240: the middle of it
     pictures = Pictures(target, (source,))
-    assert near_misses(np.array([[target.size, source.size]])).tolist() == [[False, False]]  # of one aspect: 4:3
+    assert frames_of(target.size, (source.size,), area=AREAS.vae).nearly == (False, False)  # of one aspect: 4:3
     cut = prepare(pictures, PLAIN, AREAS, align="crop")
     assert cut.target.tobytes() == cut.references[0].tobytes()
 
     source = target.crop((0, 1, 324, 241))  # 324 x 240
     pictures = Pictures(target, (source,))
-    assert near_misses(np.array([[target.size, source.size]])).tolist() == [[False, True]]
-    assert near_misses(np.array([[target.size, source.size]]), align="crop").tolist() == [[False, False]]
+    assert frames_of(target.size, (source.size,), area=AREAS.vae).nearly == (False, True)
+    assert frames_of(target.size, (source.size,), area=AREAS.vae, align="crop").nearly == (False, False)
     cut = prepare(pictures, PLAIN, AREAS, align="crop")
     assert cut.target.tobytes() == cut.references[0].tobytes()
     stretched = prepare(pictures, PLAIN, AREAS, align="none")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,9 +23,8 @@ from benchmarks.engines import problem as benchmark
 from benchmarks.gpu_check.expected import state_bytes
 from benchmarks.gpu_check.memory import DeviceMemory, release
 from benchmarks.gpu_check.model import RandomWeights
-from qwen_edit_zero.edit_data.batches.buckets import Bucket
 from qwen_edit_zero.edit_data.batches.loader import BatchLoader
-from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule, codes_of
+from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
 from qwen_edit_zero.edit_data.cache.store import CachedSample
 from qwen_edit_zero.edit_data.manifests.samples import Sample
 from qwen_edit_zero.edit_data.storage.local import LocalPlace
@@ -299,8 +299,7 @@ def loader_brings_batches(device: torch.device) -> list[Finding]:
         cache, keys = filled_cache(Path(name), made)
         entries = dict(zip(keys, made, strict=True))
         samples = [Sample(str(i), LocalPlace(Path(name)), ("reference.png",), "edit", "target.png") for i in range(16)]
-        bucket = Bucket(target=(64, 64), references=((64, 64),))
-        schedule = SampleSchedule(codes_of([bucket] * 16), seed=0, global_size=2)
+        schedule = SampleSchedule(np.zeros(16, np.int32), seed=0, global_size=2)
         busy = torch.randn(2048, 2048, device=device) if device.type == "cuda" else torch.randn(64, 64)
         wrong, seen = 0, []
         with BatchLoader(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from qwen_edit_zero.edit_data.batches.repeats import repeats
-from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule, codes_of
+from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
 from qwen_edit_zero.edit_data.batches.split import share_of_step
 from qwen_edit_zero.edit_model.flow import FlowMatching
 from qwen_edit_zero.settings.models import FlowSettings
 
-BUCKETS = codes_of(["wide"] * 29 + ["tall"] * 17)  # 12 divides neither: every epoch has short steps
-CATEGORIES = codes_of("add" if i % 9 else "remove" for i in range(46))
+BUCKETS = np.repeat(np.array([0, 1], np.int32), (29, 17))  # 12 divides neither: every epoch has short steps
+CATEGORIES = np.array([i % 9 != 0 for i in range(46)], np.int32)  # "remove" and "add"
 SHAPE = (16, 4, 4)
 SCHEDULER = {"base_shift": 0.5, "max_shift": 0.9, "base_image_seq_len": 256, "max_image_seq_len": 8192}
 Draws = list[tuple[int, int, float, bytes]]

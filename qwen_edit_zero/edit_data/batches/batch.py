@@ -32,7 +32,9 @@ class Entry(Protocol):
 
 @dataclass(frozen=True)
 class EditBatch:
-    """B samples with the same target size and the same ordered reference sizes.
+    """B samples of one bucket: with the same target size and the same ordered reference sizes.
+
+    The transformer takes its rotary positions from the first sample of a batch, so all of a batch must have one grid.
 
     Attributes:
         target_latents: (B, 16, h, w).

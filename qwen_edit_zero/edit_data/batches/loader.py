@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -82,9 +81,6 @@ class BatchLoader(Generic[Key]):
         prefetch: micro-batches read ahead; memory holds so many and the one in use.
         workers: threads that read, checksum and collate.
         device: where batches come; on a GPU through page-locked memory, copied beside computing. None: where they are.
-
-    Attributes:
-        wait_seconds: time callers have waited for batches since the loader was made.
     """
 
     def __init__(
@@ -106,7 +102,6 @@ class BatchLoader(Generic[Key]):
         assert len(samples) == schedule.sample_count
         assert weights is None or len(weights) == len(samples)
         assert prefetch > 0
-        self.wait_seconds = 0.0
         self._samples = samples
         self._entries = entries
         self._key_of = key_of
@@ -149,12 +144,10 @@ class BatchLoader(Generic[Key]):
             ahead.extend(self._pool.submit(self._load, plan, micro) for plan, micro in islice(to_read, most))
 
         def take() -> EditBatch:
-            started = time.perf_counter()
             batch = ahead.popleft().result()
             submit(1)
             if self._copies is not None:
                 self._copies.await_arrival(batch)
-            self.wait_seconds += time.perf_counter() - started
             return batch
 
         submit(self._prefetch)

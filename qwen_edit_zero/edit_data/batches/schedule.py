@@ -18,7 +18,6 @@ are no whole numbers, it and the number of steps vary by a few between epochs.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -48,12 +47,6 @@ class StepPlan:
     epoch: int
     indices: tuple[int, ...]
     draws: tuple[int, ...] = ()
-
-
-def codes_of(buckets: Iterable[Hashable]) -> npt.NDArray[np.int32]:
-    """(n,) numbers of buckets that are equal where the buckets are; for lists small enough to be lists."""
-    number: dict[Hashable, int] = {}
-    return np.fromiter((number.setdefault(b, len(number)) for b in buckets), np.int32)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from qwen_edit_zero.edit_data.cache.entries import Entries, EntryKind, Kind
+from qwen_edit_zero.edit_data.cache.entries import Kind
 from qwen_edit_zero.edit_data.cache.index import list_shards
 from qwen_edit_zero.edit_data.cache.locks import CacheLock
-from qwen_edit_zero.edit_data.cache.ranks import Ranks
 from qwen_edit_zero.edit_data.cache.shard import (
     DTYPES,
     INDEX,
@@ -62,13 +61,6 @@ class KindFolder:
     def name(self) -> str:
         """Of the folder."""
         return self.folder.name
-
-    def opened(self) -> Entries:
-        """Its entries, indexed now. Raises OSError."""
-        fingerprint = self.name.removeprefix(f"{self.kind}-")
-        entries = Entries(self.folder.parent, EntryKind(self.kind, fingerprint, self.about))
-        entries.refresh(Ranks())
-        return entries
 
 
 def kind_folders(cache: Path) -> list[KindFolder]:

@@ -173,11 +173,6 @@ class Instructions:
             prepared.text, prepared.original, prepared.changes, prepared.withheld, findings, self._refusal(findings)
         )
 
-    @property
-    def classifies(self) -> bool:
-        """Whether `classify` asks a classifier, which may want to read pictures."""
-        return self._classifier is not None
-
     def accepted(self, text: str, pictures: Sequence[Any] = ()) -> Prepared:
         """Prepare and classify one request to a server. Raises DataError if it is refused."""
         prepared = self.classify(self.prepare(text), pictures)

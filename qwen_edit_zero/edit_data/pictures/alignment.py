@@ -29,7 +29,9 @@ class Frames:
         boxes: (left, top, right, bottom) in pixels of the upright picture.
         sizes: (width, height) in pixels to which the box is resized for the VAE.
         aligned: whether the picture shows the target's frame; the target itself does if some reference does.
-        nearly: whether the reference is nearly of the target's aspect, but not aligned with it (see `near_misses`).
+        nearly: whether the reference is nearly of the target's aspect, but not aligned with it: both sides differ by
+            less than 64 pixels and an eighth, so that it probably shows the target's frame. Stretched to one size, it
+            would shift against it by up to a few pixels.
     """
 
     boxes: tuple[Box, ...]
@@ -82,18 +84,6 @@ def prepared_sizes(sizes: NDArray[np.integer], *, area: int, align: Align = "non
         part = np.asarray(sizes[start : start + _CHUNK], np.int64)
         boxes, aligned, _ = _frames(part, align)
         out[start : start + _CHUNK] = _prepared(boxes, aligned, area)
-    return out
-
-
-def near_misses(sizes: NDArray[np.integer], *, align: Align = "none") -> NDArray[np.bool_]:
-    """(n, 1 + references): references whose aspect is nearly the target's, so that they probably show its frame, but
-    whose sizes differ by more than rounding: stretched to one size, they shift against it by up to a few pixels.
-
-    Nearly means that both sides differ by less than 64 pixels and an eighth.
-    """
-    out = np.zeros(sizes.shape[:2], np.bool_)
-    for start in range(0, len(sizes), _CHUNK):
-        out[start : start + _CHUNK] = _frames(np.asarray(sizes[start : start + _CHUNK], np.int64), align)[2]
     return out
 
 

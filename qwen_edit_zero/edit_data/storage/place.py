@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import BinaryIO
 
 from qwen_edit_zero.edit_data.storage.files import RangedFile
 from qwen_edit_zero.edit_data.storage.kinds import kind_of
@@ -58,14 +57,3 @@ def open_file(location: str | Path, options: StorageOptions = DEFAULTS, *, what:
         root, _, name = location.rpartition("/")
         return place_of_url(root, options).plain(name, what)
     return LocalFile(Path(location).expanduser(), what)
-
-
-def open_stream(location: str | Path, options: StorageOptions = DEFAULTS, *, what: str = "manifest") -> BinaryIO:
-    """A file by path or URL as a seekable stream, which fetches up to 8 MiB at once.
-
-    Raises:
-        DataError: there is no such file, or it cannot be read.
-        SettingsError: as `open_place`, or the store needs credentials, a bucket or a package.
-        StorageError: the store does not answer; reading from the stream raises it too.
-    """
-    return open_file(location, options, what=what).open()

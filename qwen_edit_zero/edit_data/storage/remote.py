@@ -17,7 +17,7 @@ from qwen_edit_zero.edit_data.storage.names import resolve, why_not_there
 from qwen_edit_zero.edit_data.storage.object_cache import ObjectCache
 from qwen_edit_zero.edit_data.storage.options import DEFAULTS, StorageOptions
 from qwen_edit_zero.edit_data.storage.ranged import RangedStream
-from qwen_edit_zero.edit_data.storage.store import Listed, ObjectChangedError, Store, Target, store_of
+from qwen_edit_zero.edit_data.storage.store import ObjectChangedError, Store, Target, store_of
 from qwen_edit_zero.edit_data.wording import nearest, shown
 from qwen_edit_zero.errors import DataError, StorageError
 
@@ -151,15 +151,6 @@ class RemotePlace:
         if near is None:
             return f"{shown(target.url)} has no {shown(last)} and nothing like it"
         return f"{shown(target.url)} has no {shown(last)}; the nearest name there is {shown(near)}"
-
-
-def listed_folder(url: str, options: StorageOptions = DEFAULTS) -> list[Listed]:
-    """Everything directly under a folder of a store, sorted; an empty list if there is no such folder.
-
-    Raises DataError if it may not be listed.
-    """
-    store = store_of(url, options)
-    return sorted(store.listed(store.target(url, what="folder")), key=lambda entry: entry.name)
 
 
 def _changing(target: Target) -> StorageError:

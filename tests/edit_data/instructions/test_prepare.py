@@ -145,7 +145,6 @@ HERE = "tests.edit_data.instructions.test_prepare"
 
 def test_the_classifier_is_asked_about_instruction_and_pictures() -> None:
     asking = made(safety="block", safety_classifier=f"{HERE}:judge")
-    assert asking.classifies
     refused = asking.classify(asking.prepare("stop"), ())
     assert (
         refused.refusal

@@ -11,7 +11,7 @@ import pytest
 from qwen_edit_zero.edit_data.storage.files import HeldFile, as_file
 from qwen_edit_zero.edit_data.storage.local import LocalFile, LocalPlace
 from qwen_edit_zero.edit_data.storage.options import StorageOptions
-from qwen_edit_zero.edit_data.storage.place import open_place, open_stream
+from qwen_edit_zero.edit_data.storage.place import open_file, open_place
 from qwen_edit_zero.edit_data.storage.ranged import RangedStream
 from qwen_edit_zero.errors import DataError, SettingsError
 from qwen_edit_zero.settings.models import StorageSettings
@@ -22,7 +22,7 @@ def test_a_file_url_is_a_local_folder(tmp_path: Path) -> None:
     place = open_place(f"file://{tmp_path}")
     assert place == LocalPlace(tmp_path)
     assert place.file("a b%20.png").read(100) == b"content"
-    assert open_stream(f"file://{tmp_path}/a b%20.png").read() == b"content"
+    assert open_file(f"file://{tmp_path}/a b%20.png").open().read() == b"content"
 
 
 @pytest.mark.parametrize(

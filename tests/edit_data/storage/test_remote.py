@@ -16,8 +16,9 @@ from PIL import Image
 
 from qwen_edit_zero.edit_data.pictures.decode import MAX_BYTES, load_picture, picture_size
 from qwen_edit_zero.edit_data.storage.options import StorageOptions
-from qwen_edit_zero.edit_data.storage.place import open_place, open_stream
-from qwen_edit_zero.edit_data.storage.remote import RemoteFile, listed_folder
+from qwen_edit_zero.edit_data.storage.place import open_file, open_place
+from qwen_edit_zero.edit_data.storage.remote import RemoteFile
+from qwen_edit_zero.edit_data.storage.store import Listed, store_of
 from qwen_edit_zero.errors import DataError, QwenEditError, SettingsError, StorageError
 from tests.edit_data.builders import quadrants
 from tests.edit_data.storage.conftest import PATIENCE
@@ -74,7 +75,7 @@ def test_the_size_of_a_large_picture_takes_its_first_bytes_only(s3: S3Server) ->
 def test_ranges_grow_as_reading_goes_on(s3: S3Server) -> None:
     content = noise_png()
     s3.put("big", **{"a.png": content})
-    with open_stream("s3://big/a.png", PATIENCE) as stream:
+    with open_file("s3://big/a.png", PATIENCE).open() as stream:
         assert stream.read() == content
         stream.seek(-4, io.SEEK_END)
         assert stream.read() == content[-4:]
@@ -239,18 +240,23 @@ def test_a_place_travels_to_other_processes_without_credentials(s3: S3Server) ->
     assert hash(pickle.loads(sent)) == hash(place)
 
 
+def listed_folder(url: str) -> list[Listed]:
+    store = store_of(url, PATIENCE)
+    return sorted(store.listed(store.target(url, what="folder")), key=lambda entry: entry.name)
+
+
 def test_a_folder_of_a_store_is_listed(s3: S3Server) -> None:
     s3.put("listed", **{"a/x.png": b"1", "a/y.png": b"22", "a/b/z.png": b"3"})
-    found = [(e.name, e.is_folder, e.size) for e in listed_folder("s3://listed/a", PATIENCE)]
+    found = [(e.name, e.is_folder, e.size) for e in listed_folder("s3://listed/a")]
     assert found == [("b", True, 0), ("x.png", False, 1), ("y.png", False, 2)]
-    assert listed_folder("s3://listed/none", PATIENCE) == []
+    assert listed_folder("s3://listed/none") == []
 
 
 def test_a_folder_that_may_not_be_listed_is_told(s3: S3Server) -> None:
     s3.put("unlisted", **{"a/x.png": b"1"})
     s3.fail("/unlisted", Fault(99, status=403, code="AccessDenied", method="GET"))
     with pytest.raises(DataError, match=r'folder "s3://unlisted/a": access is denied'):
-        listed_folder("s3://unlisted/a", PATIENCE)
+        listed_folder("s3://unlisted/a")
     assert "may not be listed" in open_place("s3://unlisted/a", PATIENCE).why_missing("y.png")
 
 
@@ -258,4 +264,4 @@ def test_a_folder_of_many_is_listed_whole(s3: S3Server) -> None:
     s3.put("crowd")
     for i in range(1100):  # more than a request gives
         s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object("crowd", f"a/{i:04d}", b"")
-    assert [e.name for e in listed_folder("s3://crowd/a", PATIENCE)] == [f"{i:04d}" for i in range(1100)]
+    assert [e.name for e in listed_folder("s3://crowd/a")] == [f"{i:04d}" for i in range(1100)]
