@@ -12,7 +12,7 @@ import pytest
 from tests.cluster.lab.nodes import Nodes
 from tests.cluster.lab.slurm import Slurm
 from tests.cluster.launched import TRAIN, Reference, assert_good
-from tests.end_to_end.commands import BIN, ROOT, losses
+from tests.end_to_end.commands import BIN, ROOT, losses, run
 
 TWO = ["--nodes", "2", "--gpus-per-node", "1"]
 
@@ -71,6 +71,11 @@ def test_a_job_that_is_told_to_save_comes_back_and_a_cancelled_one_does_not(slur
     told = slurm.wait(job)
     assert (told["JobState"], told["ExitCode"], told["Restarts"]) == ("COMPLETED", "0:0", "1")
     assert out.read_text().count("saves") == 4
+    job, out = submit("wait")
+    wait_for(out, "start 0", 4)
+    assert slurm.run("scancel", "--signal=TERM", job).status == 0  # to the ranks alone
+    wait_for(out, "start 1", 4)
+    assert slurm.wait(job)["JobState"] == "COMPLETED"
     job, out = submit("wait")
     wait_for(out, "start 0", 4)
     assert slurm.run("scancel", job).status == 0
@@ -145,3 +150,26 @@ def test_a_sweep_trains_each_of_its_runs(slurm: Slurm, reference: Reference, tmp
         assert told["JobState"] == "COMPLETED", (tmp_path / f"{job}-{task}.out").read_text()
     reference.check("same")
     assert losses(reference.folder / "slow") != losses(reference.folder / "same")
+
+
+@pytest.mark.slow
+def test_a_job_that_is_preempted_twice_ends_with_the_losses_of_one_that_is_not(
+    nodes: Nodes, slurm: Slurm, reference: Reference, tmp_path: Path
+) -> None:
+    steps = "run.max_steps=60"
+    single = run("python", "--engine", "ddp", *reference.arguments("single60"), steps, cwd=ROOT)
+    assert single.status == 0, single.text
+    out = tmp_path / "job.out"
+    how = [*TWO, f"--output={out}", "slurm/train.sbatch", "--engine", "fsdp2"]
+    job = slurm.submit(*how, *reference.arguments("preempted"), steps, cwd=ROOT)
+    for start in (1, 2):
+        wait_for(out, "samples in", start)  # training begins
+        steps_before = out.read_text().count("0: step ")
+        wait_for(out, "0: step ", steps_before + 4)
+        assert slurm.run("scancel", "--signal=USR1", "--batch", job).status == 0
+        wait_for(out, "back into the queue", start)
+    told = slurm.wait(job)
+    assert (told["JobState"], told["ExitCode"], told["Restarts"]) == ("COMPLETED", "0:0", "2"), out.read_text()
+    assert out.read_text().count("going on from") == 2
+    assert not nodes.left()
+    assert losses(reference.folder / "preempted") == pytest.approx(losses(reference.folder / "single60"), rel=1e-4)
