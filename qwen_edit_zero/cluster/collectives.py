@@ -32,6 +32,16 @@ def any_over_ranks(mask: npt.NDArray[np.bool_], device: torch.device) -> npt.NDA
     return moved.cpu().numpy().view(np.bool_)
 
 
+def gather_numbers(mine: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """(ranks, n) of every rank's small (n,) CPU tensor, on CPU, on every rank; `device` as above."""
+    if not _many():
+        return mine.view(1, -1)
+    moved = mine.to(device)
+    everyone = [torch.empty_like(moved) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, moved)
+    return torch.stack(everyone).cpu()
+
+
 def gather_objects(mine: Any) -> list[Any]:
     """What every rank gave, in the order of ranks, on every rank; small objects only."""
     if not _many():

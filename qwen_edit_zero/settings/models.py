@@ -43,6 +43,10 @@ class RunSettings(Section):
     # a rank that gives no sign of life for so long while steps are trained (killed, frozen, cut off) ends the job
     silent_seconds: Annotated[float, Field(ge=5)] = 20.0
     hang_factor: Annotated[float, Field(ge=2)] = 5.0  # a step may take so many times the usual, and hang_seconds more
+    stragglers_every: Positive | None = 50  # steps after which ranks are compared for speed; null: never
+    # steps after which what all ranks hold, and the losses of one micro-batch, are compared to the bit; null: never
+    replay_every: Positive | None = None
+    replay_differs: Literal["warn", "stop"] = "warn"  # what a difference between ranks does
     guard: GuardSettings = GuardSettings()  # against loss spikes
     hang_seconds: Annotated[float, Field(gt=0)] = 60.0  # see hang_factor; a step that takes longer ends the job
 

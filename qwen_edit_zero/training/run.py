@@ -44,6 +44,7 @@ from qwen_edit_zero.training.lr import lr_at
 from qwen_edit_zero.training.metrics import MetricsWriter, StepMetrics
 from qwen_edit_zero.training.order import SampleOrder, order_identity, sample_order
 from qwen_edit_zero.training.progress import Progress
+from qwen_edit_zero.training.replay import ReplayHook
 from qwen_edit_zero.training.samples import SamplePictures
 from qwen_edit_zero.training.saving import (
     CheckpointHook,
@@ -52,6 +53,7 @@ from qwen_edit_zero.training.saving import (
     lora_reference,
     probe_backup,
 )
+from qwen_edit_zero.training.stragglers import LastStep, StragglerHook
 from qwen_edit_zero.training.task import EditTask
 from qwen_edit_zero.training.trainer import Hook, Trainer
 
@@ -213,6 +215,14 @@ class _Run:
         self.say(f"finished {total_steps} {'step' if total_steps == 1 else 'steps'}; everything is in {self.path}")
         return 0
 
+    def _slow(self, rank: int, how: str) -> None:
+        self.say(f"warning: {how}")
+        self.chronicle.event("slow", rank=rank, reason=how)
+
+    def _differs(self, how: str, ranks: list[int]) -> None:
+        self.say(f"warning: {how}")
+        self.chronicle.event("differs", ranks=ranks, reason=how)
+
     def _go_back(self, engine: ParallelEngine, guard: SpikeGuard, back: RollBack) -> int:
         """Load the newest checkpoint from before a spike; returns the steps done then. Collective."""
         guard.leave_out(back.step)
@@ -351,6 +361,12 @@ class _Run:
             ),
         ]
         failure.expect_signs_within(settings.run.silent_seconds)
+        task, last = EditTask(self.folder, settings), LastStep()
+        if settings.run.stragglers_every is not None and self.world > 1:
+            hooks.append(StragglerHook(last, self.device, settings.run.stragglers_every, self._slow, self.rank))
+        if settings.run.replay_every is not None and self.world > 1:
+            stop = settings.run.replay_differs == "stop"
+            hooks.append(ReplayHook(engine, task.losses, last, settings.run.replay_every, self._differs, stop=stop))
         try:
             with (
                 signals.deferred(),
@@ -372,7 +388,7 @@ class _Run:
             ):
                 stopped = Trainer(
                     engine,
-                    EditTask(self.folder, settings),
+                    task,
                     steps=loader.steps,
                     lr_at=lambda step: lr_at(
                         step, peak=settings.optimizer.lr, total_steps=total_steps, schedule=settings.schedule
@@ -381,6 +397,7 @@ class _Run:
                     max_skipped=settings.optimizer.max_skipped,
                     min_loss_scale=settings.precision.min_loss_scale if settings.precision.mode == "fp16" else None,
                     guard=guard,
+                    last=last,
                     asked_to_end=lambda: signals.requested() is not None,
                     hooks=hooks,
                 ).fit(first, total_steps, samples_seen=schedule.samples_before(first))

@@ -19,6 +19,7 @@ from qwen_edit_zero.engines.ranks import Ranks
 from qwen_edit_zero.errors import DivergenceError
 from qwen_edit_zero.training.guard import SpikeGuard
 from qwen_edit_zero.training.metrics import StepMetrics, memory_peak_bytes
+from qwen_edit_zero.training.stragglers import LastStep
 
 
 class Task(Protocol):
@@ -55,6 +56,7 @@ class Trainer:
             for all.
         guard: judges each step before it is applied. The loss of all ranks is then known before the optimizer's step,
             not after it, as without a guard.
+        last: is told this rank's own share of each step.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Trainer:
         min_loss_scale: float | None = None,
         asked_to_end: Callable[[], bool] = lambda: False,
         guard: SpikeGuard | None = None,
+        last: LastStep | None = None,
         hooks: Sequence[Hook],
     ) -> None:
         self.engine, self.task, self.hooks = engine, task, hooks
@@ -76,6 +79,7 @@ class Trainer:
         self.max_skipped, self.min_loss_scale = max_skipped, min_loss_scale
         self.asked_to_end, self._ends = asked_to_end, False
         self.guard = guard if guard is not None and guard.on else None
+        self.last = LastStep() if last is None else last
         engine.veto = None if self.guard is None else self.guard.veto
 
     def fit(self, first: int, last: int, *, samples_seen: int) -> StepMetrics | None:
@@ -151,9 +155,12 @@ class Trainer:
             result = self.engine.step(lr=lr)
         totals = torch.tensor([loss_sum.item(), flops, float(self.asked_to_end())], dtype=torch.float64)
         position.at("summing losses over ranks")
+        waiting = time.perf_counter()
         # Ranks that split sequences have each computed the same samples' losses.
         sums = sum_over_ranks(totals, self.engine.device) / self.engine.ranks.sequence_size
         total_loss, total_flops, asked = sums.tolist()
+        self.last.data_seconds, self.last.batch = data_seconds, batch
+        self.last.wait_seconds = time.perf_counter() - waiting
         self._ends = asked > 0
         if result is None:
             assert self.guard is not None
