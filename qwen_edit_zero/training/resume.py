@@ -15,7 +15,7 @@ from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.checkpoints.validity import find_checkpoint, latest_checkpoint
 from qwen_edit_zero.cluster.collectives import from_rank_0, gather_objects
 from qwen_edit_zero.errors import CheckpointError
-from qwen_edit_zero.settings.models import OptimizerSettings
+from qwen_edit_zero.settings.models import OptimizerSettings, RunSettings, Settings
 
 AUTO, NONE = "auto", "none"
 
@@ -61,6 +61,8 @@ _IDENTITY_SETTINGS = (
     "model.path", "data.manifest", "data.balance", "data.weights", "batch.global_size", "run.seed", "model.lora",
     "model.freeze",
 )  # fmt: skip
+_UNKNOWN = "nothing"  # how a setting is told that one of the two versions of this package does not have
+_DEFAULTS = Settings(run=RunSettings(max_steps=1)).model_dump(mode="json")
 
 
 class CheckpointChoice:
@@ -220,7 +222,7 @@ def changed_settings(reader: CheckpointReader, settings: Mapping[str, Any]) -> l
     there = reader.manifest.settings
     if "imported" in there:  # another program's settings are not known
         return []
-    return list(_differences(there, settings, ""))
+    return list(_differences(there, settings, _DEFAULTS, ""))
 
 
 def changed_groups(reader: CheckpointReader, settings: OptimizerSettings) -> list[str]:
@@ -231,12 +233,17 @@ def changed_groups(reader: CheckpointReader, settings: OptimizerSettings) -> lis
     return group_changes(groups, groups_of(settings), reader.names())
 
 
-def _differences(there: Any, here: Any, name: str) -> Iterator[str]:
+def _differences(there: Any, here: Any, default: Any, name: str) -> Iterator[str]:
     if there == here or name.startswith(_IDENTITY_SETTINGS):
         return
     if isinstance(there, Mapping) and isinstance(here, Mapping):
         for key in [*there, *(key for key in here if key not in there)]:
-            yield from _differences(there.get(key), here.get(key), f"{name}.{key}" if name else key)
+            usual = default.get(key, _UNKNOWN) if isinstance(default, Mapping) else _UNKNOWN
+            if key not in there and here[key] == usual:
+                continue  # the checkpoint is of a version that did not have this setting
+            yield from _differences(
+                there.get(key, _UNKNOWN), here.get(key, _UNKNOWN), usual, f"{name}.{key}" if name else key
+            )
     else:
         shown = ["given" if isinstance(value, Mapping) else value for value in (there, here)]
         yield f"{name}: {shown[0]} there, {shown[1]} here"

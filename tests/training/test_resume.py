@@ -71,6 +71,13 @@ def test_other_changed_settings_are_listed() -> None:
     ]
 
 
+def test_a_setting_that_is_newer_than_the_checkpoint_is_told_only_if_it_is_used() -> None:
+    now = {"optimizer": {"lr": 1e-3, "eps": 1e-8, "ema": None}, "batch": {"global_size": 8}}
+    assert changed_settings(reader(IDENTITY), now) == []
+    now["optimizer"]["ema"] = 0.999
+    assert changed_settings(reader(IDENTITY), now) == ["optimizer.ema: nothing there, 0.999 here"]
+
+
 def choice_where_rank_1_does_not_see_the_newest(rank: int, world: int, folder: Path) -> tuple[Any, list[str]]:
     from qwen_edit_zero.training import resume
 
