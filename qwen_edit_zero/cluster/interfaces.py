@@ -8,6 +8,8 @@ import ipaddress
 import socket
 import struct
 
+_ELSEWHERE = "192.0.2.1"  # an address that nobody has (RFC 5737)
+_OF_THIS_MACHINE = ("docker", "br-", "virbr", "cni", "flannel", "cali", "veth", "podman", "lxc")
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
@@ -76,6 +78,17 @@ def interface_towards(host: str) -> str | None:
         source = probe.getsockname()[0]
     names = [name for name, address in interface_addresses().items() if address == source]
     return names[0] if names and not ipaddress.ip_address(source).is_loopback else None
+
+
+def outward_interface() -> str | None:
+    """The interface of the default route; without one the first that has an address and is neither loopback nor one
+    that containers and virtual machines of this machine share. None if there is none."""
+    if (routed := interface_towards(_ELSEWHERE)) is not None:
+        return routed
+    for name, address in interface_addresses().items():
+        if not ipaddress.ip_address(address).is_loopback and not name.startswith(_OF_THIS_MACHINE):
+            return name
+    return None
 
 
 def name_resolves_to_loopback() -> bool:

@@ -15,7 +15,13 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from qwen_edit_zero.cluster import failure
 from qwen_edit_zero.cluster.identity import Identity
-from qwen_edit_zero.cluster.interfaces import interface_towards, is_loopback, is_served_here, name_resolves_to_loopback
+from qwen_edit_zero.cluster.interfaces import (
+    interface_towards,
+    is_loopback,
+    is_served_here,
+    name_resolves_to_loopback,
+    outward_interface,
+)
 from qwen_edit_zero.cluster.mpi import agree
 from qwen_edit_zero.errors import ClusterError
 
@@ -165,7 +171,10 @@ def _choose_gloo_interface(identity: Identity) -> None:
     """Name gloo's interface where it would bind to loopback: on nodes whose own name is unknown or 127.0.1.1."""
     if "GLOO_SOCKET_IFNAME" in os.environ or identity.local_world_size == identity.world_size:
         return
-    if name_resolves_to_loopback() and (name := interface_towards(identity.master_addr)) is not None:
+    if not name_resolves_to_loopback():
+        return
+    # On rank 0's own node the way to rank 0 is loopback, too
+    if (name := interface_towards(identity.master_addr) or outward_interface()) is not None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
@@ -180,7 +189,7 @@ def _meet(identity: Identity, timeout_seconds: int) -> Store:
 
 def connect(identity: Identity, *, serve: bool, seconds: int) -> Store:
     """A connection of its own to the job's store; `serve` makes this process the one that holds it."""
-    return TCPStore(
+    store = TCPStore(
         identity.master_addr,
         identity.master_port,
         identity.world_size,
@@ -189,6 +198,8 @@ def connect(identity: Identity, *, serve: bool, seconds: int) -> Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
+    # torchrun's own store outlives the ranks: what those of an earlier attempt wrote does not concern this one.
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _did_not_meet(identity: Identity, backend: str, error: BaseException) -> ClusterError:

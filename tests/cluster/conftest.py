@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +36,16 @@ def slurm(nodes: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Slurm:
 def reference(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """A run of a single process, which launches are compared with; makes the cache warm."""
     return make_reference(recipe, tmp_path_factory.mktemp("launched"))
+
+
+@pytest.fixture
+def own_names_are_loopback(nodes: Nodes, tmp_path: Path) -> Iterator[None]:
+    """node1 and node2 resolve their own names to 127.0.1.1, as Debian installs them."""
+    hosts = (nodes.folder / "hosts").read_text()
+    for name in ("node1", "node2"):
+        (tmp_path / name).write_text(hosts.replace(f"{nodes.address(name)} ", "127.0.1.1 "))
+        done = nodes.run(name, "mount", "--bind", tmp_path / name, "/etc/hosts", cwd=tmp_path)
+        assert done.status == 0, done.text
+    yield
+    for name in ("node1", "node2"):
+        assert nodes.run(name, "umount", "/etc/hosts", cwd=tmp_path).status == 0

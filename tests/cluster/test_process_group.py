@@ -137,3 +137,14 @@ def test_this_machine_knows_itself() -> None:
     assert not interfaces.is_loopback("192.0.2.1")
     assert interfaces.interface_towards("127.0.0.1") is None
     assert Path("/proc/net/dev").exists()
+
+
+def test_the_outward_interface_is_none_of_those_that_containers_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "br-1a2b": "172.18.0.1", "ib0": "10.1.0.4"}
+    monkeypatch.setattr(interfaces, "interface_addresses", lambda: there)
+    monkeypatch.setattr(interfaces, "interface_towards", lambda host: None)  # no default route
+    assert interfaces.outward_interface() == "ib0"
+    del there["ib0"]
+    assert interfaces.outward_interface() is None
+    monkeypatch.setattr(interfaces, "interface_towards", lambda host: "eth3")
+    assert interfaces.outward_interface() == "eth3"

@@ -16,19 +16,6 @@ DEEPSPEED = [BIN / "deepspeed", "--hostfile", "hostfiles/2node"]
 MPIRUN = ["mpirun", "--allow-run-as-root", "--host", "node1:1,node2:1"]
 
 
-@pytest.fixture
-def own_names_are_loopback(nodes: Nodes, tmp_path: Path) -> None:
-    """node1 and node2 resolve their own names to 127.0.1.1, as Debian installs them."""
-    hosts = (nodes.folder / "hosts").read_text()
-    for name in ("node1", "node2"):
-        (tmp_path / name).write_text(hosts.replace(f"{nodes.address(name)} ", "127.0.1.1 "))
-        done = nodes.run(name, "mount", "--bind", tmp_path / name, "/etc/hosts", cwd=ROOT)
-        assert done.status == 0, done.text
-    yield
-    for name in ("node1", "node2"):
-        assert nodes.run(name, "umount", "/etc/hosts", cwd=ROOT).status == 0
-
-
 def torchrun(nodes: Nodes, *arguments: str, names: tuple[str, ...] = ("node1", "node2")) -> list[Ended]:
     """A torchrun on each node; they meet on the first."""
     meeting = ["--nproc_per_node", "1", "--master_addr", nodes.address(names[0]), "--master_port", "29510"]
@@ -84,6 +71,7 @@ def test_torchrun_over_two_nodes_whose_own_names_are_loopback(nodes: Nodes, refe
     reference.check("torchrun")
 
 
+@pytest.mark.usefixtures("own_names_are_loopback")
 def test_mpirun_over_two_nodes(nodes: Nodes, reference: Reference) -> None:
     if lacking := missing.packages(missing.OPENMPI):
         pytest.skip(lacking)

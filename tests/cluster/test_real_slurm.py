@@ -111,6 +111,7 @@ def test_a_made_script_is_submitted_as_it_is_shown(slurm: Slurm, reference: Refe
     assert "there is no Python at /nowhere" in (tmp_path / f"{job}.out").read_text()
 
 
+@pytest.mark.usefixtures("own_names_are_loopback")
 def test_srun_over_two_nodes(nodes: Nodes, slurm: Slurm, reference: Reference) -> None:
     command = ["srun", "--nodes=2", "--ntasks-per-node=1", BIN / "python", TRAIN, "--engine", "ddp"]
     ended = slurm.run(*command, *reference.arguments("srun"), cwd=ROOT)

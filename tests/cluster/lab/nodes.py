@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.lab import missing
-
 _HERE = Path(__file__).parent
 _OURS = ("train.py", "qwen_edit_zero", "deepspeed", "torchrun", "torch.distributed", "mpirun", "orted", "pdsh", "srun")
 _SSH_CONFIG = """\
@@ -145,7 +143,7 @@ class Nodes:
         home = os.readlink(f"/proc/{self._pids[name]}/ns/pid")
         return {
             pid: line
-            for pid, line in _command_lines().items()
+            for pid, line in command_lines().items()
             if _namespace(pid, "pid") == home and any(word in line for word in _OURS) and "slurmstepd" not in line
         }
 
@@ -170,14 +168,14 @@ class Nodes:
         subprocess.run([*enter, "ip", "link", "set", name, state], check=True)
 
     def _box_pid(self) -> int:
-        return next(pid for pid, line in _command_lines().items() if self._is_init(pid, line, "box.sh", self.names[0]))
+        return next(pid for pid, line in command_lines().items() if self._is_init(pid, line, "box.sh", self.names[0]))
 
     def _is_init(self, pid: int, line: str, script: str, name: str) -> bool:
         """Whether this is what runs as process 1: `bash SCRIPT FOLDER NAME ...`."""
         return line.split()[:4] == ["bash", str(_HERE / script), str(self.folder), name] and _is_1(pid)
 
     def _in_box(self) -> list[int]:
-        return [pid for pid, line in _command_lines().items() if str(_HERE) in line and str(self.folder) in line]
+        return [pid for pid, line in command_lines().items() if str(_HERE) in line and str(self.folder) in line]
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + 60
@@ -187,14 +185,15 @@ class Nodes:
             assert self._box.poll() is None, f"the box ended with status {self._box.returncode}: {logs}"
             assert time.monotonic() < deadline, f"nodes not ready: {[f.name for f in ready if not f.exists()]}\n{logs}"
             time.sleep(0.05)
-        for pid, line in _command_lines().items():
+        for pid, line in command_lines().items():
             for name in self.names:
                 if self._is_init(pid, line, "node.sh", name):
                     self._pids[name] = pid
         assert self._pids.keys() == set(self.names), f"found only {sorted(self._pids)}"
 
 
-def _command_lines() -> dict[int, str]:
+def command_lines() -> dict[int, str]:
+    """The command line of every process, as far as it can be seen from here."""
     found = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -215,6 +214,3 @@ def _is_1(pid: int) -> bool:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         return next((line.split()[-1] == "1" for line in file if line.startswith("NSpid:")), False)
     return False
-
-
-__all__ = ["Ended", "Nodes", "missing"]
