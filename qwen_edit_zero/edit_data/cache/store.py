@@ -70,7 +70,7 @@ MASKS = entry_kind("mask", {})
 
 
 class ConditioningCache:
-    """A cache folder in use by the ranks of a job. A context manager; making and leaving it are collective.
+    """A cache folder in use by the ranks of a job. A context manager; making it is collective.
 
     Many jobs may use one folder at once, and fill it; nobody deletes from it meanwhile.
 

@@ -165,20 +165,20 @@ def _by_workers(
             "file": os.path.abspath(file), "start": start, "end": end, "part": os.path.abspath(part),
             "root": rules.root, "outside": rules.outside, "max_references": max_references,
         }  # fmt: skip
-        children.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "qwen_edit_zero.edit_data.manifests.worker", json.dumps(task)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment,
-            )
-        )  # fmt: skip
+        with _said(part).open("wb") as said:  # a pipe that nobody empties would hold it up
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "qwen_edit_zero.edit_data.manifests.worker", json.dumps(task)],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said, env=environment,
+                )
+            )  # fmt: skip
     total = ranges[-1][1]
     try:
-        while any(child.poll() is None for child in children):
+        while None in (ended := [child.poll() for child in children]) and not any(ended):
             time.sleep(0.1)
             on_progress(sum(_size(part / "progress") for part in parts), total)
-        for child in children:
-            assert child.stderr is not None
-            error = child.stderr.read().decode("utf-8", "replace").strip()
+        for part, child in zip(parts, children, strict=True):
+            error = _said(part).read_text("utf-8", "replace").strip()
             if child.returncode == 2:
                 raise DataError(error)
             if child.returncode:
@@ -188,9 +188,12 @@ def _by_workers(
             if child.poll() is None:
                 child.kill()
             child.wait()
-            if child.stderr is not None:
-                child.stderr.close()
     return parts
+
+
+def _said(part: Path) -> Path:
+    """What the process that writes a part says on its error stream."""
+    return part.with_suffix(".said")
 
 
 def _size(path: Path) -> int:
