@@ -4,7 +4,8 @@ DeepSpeed asks every hostfile's first host by ssh who it is, even where that is 
 where nodes cannot be reached it ends in a traceback about the first of them; it reads hostfiles and files of variables
 carelessly, and changes words on their way to other nodes (see `forwarding`). `prepare` is registered as an entry point
 that torch calls when it is imported (group torch.backends). It does nothing unless the running command is `deepspeed`
-and the script it is to start is ours; then it mends the command, or ends it with a clear word.
+(or `torchrun`, see `torchrun_launch`) and the script it is to start is ours; then it mends the command, or ends it with
+a clear word.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import os
 import sys
 from typing import TYPE_CHECKING
+
+from qwen_edit_zero.cluster import torchrun_launch
 
 if TYPE_CHECKING:
     import argparse
@@ -27,10 +30,13 @@ _PROGRAMS = {"pdsh": "pdsh", "openmpi": "mpirun", "mpich": "mpirun", "impi": "mp
 def prepare() -> None:
     """Look at the command that is running; see the module. Costs nothing in any other command."""
     command = getattr(sys, "argv", [])
-    if not command or os.path.basename(command[0]) != "deepspeed":
+    if not command or not (os.path.basename(command[0]) == "deepspeed" or torchrun_launch.is_torchrun(command[0])):
         return
     script = next((i for i, word in enumerate(command) if os.path.abspath(word).endswith(f"/{_SCRIPT}")), None)
     if script is None:
+        return
+    if torchrun_launch.is_torchrun(command[0]):
+        torchrun_launch.prepare(os.environ)
         return
     from qwen_edit_zero.errors import UserError
 

@@ -41,6 +41,7 @@ def start(identity: Identity, *, timeout_seconds: int, device: str = "auto") -> 
     _tell_libraries(identity)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # NCCL's flight recorder: the last collectives, for hangs
     else:
         _share_cores(identity)
     _choose_gloo_interface(identity)  # beside NCCL too: checkpoints written in the background are agreed on over gloo

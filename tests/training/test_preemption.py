@@ -128,6 +128,42 @@ def test_a_signal_before_training_ends_at_once_with_nothing_lost(recipe: str, tm
     assert "exit status 75: start the same command again" in last[-1]
 
 
+def ranks_of(launcher: int) -> dict[int, int]:
+    """Process of each rank below a launcher."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == launcher:
+                environ = dict(
+                    word.split("=", 1) for word in (stat.parent / "environ").read_text().split("\0") if "=" in word
+                )
+                found[int(environ["RANK"])] = int(stat.parent.name)
+        except (OSError, KeyError):
+            continue
+    return found
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_run_whose_rank_was_killed(undisturbed: Path, recipe: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = [str(free_port()) if word == "PORT" else word for word in LAUNCHERS["torchrun"]]
+    command = [words[0], "--max-restarts", "1", *words[1:], *arguments(recipe, "checkpoint.every=2")]
+    with (tmp_path / "out").open("w") as out:
+        started = subprocess.Popen(
+            [*command, f"run.dir={tmp_path}", "run.name=run"], cwd=tmp_path, stdout=out, stderr=out
+        )
+        try:
+            while last_step(run) < 4:
+                assert started.poll() is None, (tmp_path / "out").read_text()
+                time.sleep(0.02)
+            os.kill(ranks_of(started.pid)[1], signal.SIGKILL)
+            assert started.wait(120) == 0, (tmp_path / "out").read_text()
+        finally:
+            started.kill()
+    assert what_counts(run) == what_counts(undisturbed)
+    assert [e["event"] for e in events(run) if e["event"] in ("restarted", "resumed")] == ["restarted", "resumed"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_launchers_pass_the_signal_on_and_leave_time_to_save(launcher: str, recipe: str, tmp_path: Path) -> None:
