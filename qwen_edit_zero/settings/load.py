@@ -88,6 +88,7 @@ def load_settings(
                 stated.put(claim.setting, claim.value, claim.place)
     if recipe is None:
         _fit_demo_batch(stated, said, world_size)
+    _fit_elastic(stated, world_size)
     settings, sources = _validated(stated)
     problems = deepspeed_config.contradictions(claims, settings, sources)
     problems += cross_field_problems(settings, sources)
@@ -198,20 +199,42 @@ def _fit_demo_batch(stated: Layer, said: Layer, world_size: int | None) -> None:
     total, micro = ("batch", "global_size"), ("batch", "micro_size")
     if world_size is None or said.has(total) or said.has(micro) or not (stated.has(total) and stated.has(micro)):
         return
+    size, shares = stated.get(total), _shares(stated, world_size)
+    if type(size) is not int or size < 1 or shares is None:
+        return
+    if shares > size:
+        stated.put(total, shares, f"{stated.place(total)}, raised from {size} for {world_size} ranks")
+    _lower_micro(stated, world_size)
+
+
+def _fit_elastic(stated: Layer, world_size: int | None) -> None:
+    """Under `run.elastic`, lower the micro size where another number of ranks needs it: after nodes have been lost."""
+    elastic = ("run", "elastic")
+    if world_size is not None and stated.has(elastic) and stated.get(elastic) is True:
+        _lower_micro(stated, world_size)
+
+
+def _lower_micro(stated: Layer, world_size: int) -> None:
+    """The largest part of the micro size that divides each rank's samples; unchanged where nothing fits."""
+    total, micro = ("batch", "global_size"), ("batch", "micro_size")
+    shares = _shares(stated, world_size)
+    if shares is None or not (stated.has(total) and stated.has(micro)):
+        return
     size, each = stated.get(total), stated.get(micro)
     if type(size) is not int or type(each) is not int or size < 1 or each < 1:
         return
-    split = ("engine", "sequence_parallel")
-    sharing = stated.get(split) if stated.has(split) else 1
-    if type(sharing) is not int or sharing < 1 or world_size % sharing:
-        return  # reported with the other mistakes
-    shares = world_size // sharing
-    if shares > size:
-        stated.put(total, shares, f"{stated.place(total)}, raised from {size} for {world_size} ranks")
-        size = shares
     if size % shares == 0 and size // shares % each:
         fitting = math.gcd(size // shares, each)
         stated.put(micro, fitting, f"{stated.place(micro)}, lowered from {each} for {world_size} ranks")
+
+
+def _shares(stated: Layer, world_size: int) -> int | None:
+    """Ranks, or groups of ranks that split sequences; None if the settings say something impossible."""
+    split = ("engine", "sequence_parallel")
+    sharing = stated.get(split) if stated.has(split) else 1
+    if type(sharing) is not int or sharing < 1 or world_size % sharing:
+        return None  # reported with the other mistakes
+    return world_size // sharing
 
 
 def _field_problems(stated: Layer) -> list[str]:

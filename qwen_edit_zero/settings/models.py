@@ -43,6 +43,8 @@ class RunSettings(Section):
     # a rank that gives no sign of life for so long while steps are trained (killed, frozen, cut off) ends the job
     silent_seconds: Annotated[float, Field(ge=5)] = 20.0
     hang_factor: Annotated[float, Field(ge=2)] = 5.0  # a step may take so many times the usual, and hang_seconds more
+    # lower batch.micro_size where the ranks of a start, fewer or more than before, need it; global_size stays
+    elastic: bool = False
     stragglers_every: Positive | None = 50  # steps after which ranks are compared for speed; null: never
     # steps after which what all ranks hold, and the losses of one micro-batch, are compared to the bit; null: never
     replay_every: Positive | None = None

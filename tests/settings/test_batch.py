@@ -96,3 +96,17 @@ def test_the_demo_on_ranks_that_do_not_divide_it_is_an_error() -> None:
 def test_what_the_command_line_says_about_the_demo_batch_is_not_changed() -> None:
     with pytest.raises(SettingsError, match="does not divide over 4 ranks"):
         load_settings(None, world_size=4, overrides=["batch.global_size=6", "batch.micro_size=1"])
+
+
+def test_an_elastic_run_lowers_the_micro_size_for_the_ranks_it_has_and_never_the_global_one(tmp_path: Path) -> None:
+    recipe = MINIMAL + "batch: {global_size: 48, micro_size: 4}\n"
+    assert "does not divide over 16 ranks" in message(tmp_path, recipe, world_size=16)
+    elastic = ["run.elastic=true"]
+    sizes = {
+        world: load(tmp_path, recipe, world_size=world, overrides=elastic).settings.batch for world in (4, 8, 12, 16)
+    }
+    assert {batch.global_size for batch in sizes.values()} == {48}
+    assert {world: batch.micro_size for world, batch in sizes.items()} == {4: 4, 8: 2, 12: 4, 16: 1}
+    loaded = load(tmp_path, recipe, world_size=16, overrides=elastic)
+    assert "lowered from 4 for 16 ranks" in loaded.sources["batch.micro_size"]
+    assert "numbers of ranks that fit both as they are" in message(tmp_path, recipe, world_size=5, overrides=elastic)
