@@ -137,7 +137,7 @@ def _hostfile_for_deepspeed(path: os.PathLike[str], hosts: Sequence[Host]) -> li
     ours = [(f"{host.user}@{host.name}" if host.user else host.name, str(host.slots)) for host in hosts]
     if [match.groups() if match else None for match in read] == ours:
         return []
-    return [f"--hostfile={_written_hostfile(written(hosts, 'deepspeed'))}"]
+    return [f"--hostfile={_written(written(hosts, 'deepspeed'), 'hostfile-')}"]
 
 
 def _visible_devices(given: argparse.Namespace, environ: Mapping[str, str], name: str, slots: int | None) -> list[str]:
@@ -171,15 +171,24 @@ def _visible_devices(given: argparse.Namespace, environ: Mapping[str, str], name
             f"deepspeed would start on GPUs 0 to {wanted - 1} instead of {','.join(chosen)}, which "
             "CUDA_VISIBLE_DEVICES shows; leave out --num_gpus and --num_nodes, and let it show those to use only"
         )
-    copy = _written_hostfile(f"{name} slots={max(map(int, chosen)) + 1}\n")
+    copy = _written(f"{name} slots={max(map(int, chosen)) + 1}\n", "hostfile-")
     return [f"--hostfile={copy}", f"--include={name}:{','.join(chosen)}"]
 
 
-def _written_hostfile(text: str) -> str:
+def _written(text: str, prefix: str) -> str:
+    """A file that this command, and what it starts, can read until it ends."""
+    import atexit
+    import contextlib
     import tempfile
 
-    with tempfile.NamedTemporaryFile("w", prefix="hostfile-", delete=False, encoding="utf-8") as file:
+    with tempfile.NamedTemporaryFile("w", prefix=prefix, delete=False, encoding="utf-8") as file:
         file.write(text)
+
+    def remove() -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
+
+    atexit.register(remove)
     return file.name
 
 
@@ -244,12 +253,9 @@ def _check_plain(variables: Mapping[str, str], launcher: str) -> None:
 
 
 def _write_variables(variables: Mapping[str, str], environ: MutableMapping[str, str]) -> None:
-    import tempfile
-
     if variables or "DS_ENV_FILE" in environ:
-        with tempfile.NamedTemporaryFile("w", prefix="deepspeed-env-", delete=False, encoding="utf-8") as file:
-            file.writelines(f"{name}={value}\n" for name, value in variables.items())
-        environ["DS_ENV_FILE"] = file.name
+        text = "".join(f"{name}={value}\n" for name, value in variables.items())
+        environ["DS_ENV_FILE"] = _written(text, "deepspeed-env-")
 
 
 def _openmpi_interface(launcher_args: str, hosts: Sequence[Host]) -> list[str]:
