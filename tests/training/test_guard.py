@@ -88,6 +88,7 @@ def spike_at_step_22() -> None:
     EditTask.losses = spiking  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_skipping_and_rolling_back_end_in_the_same_run_also_if_it_stops_in_between(recipe: str, tmp_path: Path) -> None:
     arguments = [recipe, "--engine", "fsdp2", "run.max_steps=25", "checkpoint.every=5", "sampling.count=0"]
 
