@@ -43,7 +43,7 @@ class _Listener:
 
     def _listen(self) -> None:
         while data := os.read(self._read, 1):
-            if data[0] in ASKING and not self.leaving:
+            if data[0] in ASKING and not self.leaving and not failure.is_ending():
                 self._act(signal.Signals(data[0]))
 
     def _act(self, number: signal.Signals) -> None:

@@ -10,9 +10,8 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from qwen_edit_zero.cluster import failure
 from qwen_edit_zero.cluster.pulse import Position, Seen, position
 
 _REMEMBERED = 101  # steps of which the median is the usual
@@ -20,15 +19,22 @@ _ENOUGH = 5  # steps by which the usual is known; the first of them compile and 
 
 
 class Watchdog:
-    """A thread that times steps. A context manager.
+    """A thread that times steps, and calls `alarm` once, with words, when one takes too long. A context manager.
 
     A step may take `factor` times the median of the last hundred, and `extra_seconds` more; before that is known,
     `first_seconds`. Time in which this process did not run at all (a suspended job) does not count.
     """
 
     def __init__(
-        self, *, factor: float, extra_seconds: float, first_seconds: float, place: Position = position
+        self,
+        alarm: Callable[[str], None],
+        *,
+        factor: float,
+        extra_seconds: float,
+        first_seconds: float,
+        place: Position = position,
     ) -> None:
+        self._alarm = alarm
         self._factor, self._extra, self._first, self._place = factor, extra_seconds, first_seconds, place
         self._usual: deque[float] = deque(maxlen=_REMEMBERED)
         self._stopped = threading.Event()
@@ -61,7 +67,7 @@ class Watchdog:
                 taken += min(now - last, 3.0)
             last = now
             if timed is not None and taken > self.limit():
-                failure.alarm(self._words(taken))
+                self._alarm(self._words(taken))
                 return
 
     def _words(self, taken: float) -> str:

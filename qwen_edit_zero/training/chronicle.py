@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qwen_edit_zero.cluster import failure
-from qwen_edit_zero.cluster.failure import Failure, LastWords
+from qwen_edit_zero.cluster import last_words
 from qwen_edit_zero.cluster.fencing import Fence
+from qwen_edit_zero.cluster.last_words import Failure, LastWords
 from qwen_edit_zero.cluster.pulse import position
 from qwen_edit_zero.errors import START_AGAIN, FencedError, StorageError
 from qwen_edit_zero.training.events import Events
@@ -30,7 +30,7 @@ class Chronicle:
         self._ended = False
         self._events = None if fence is None else Events(folder, fence)
         self._log = RankLog(folder / LOGS, rank)
-        failure.at_end(LastWords(self._own_failure, self._job_ended, self._alarmed))
+        last_words.at_end(LastWords(self._own_failure, self._job_ended, self._alarmed))
 
     def event(self, name: str, **values: Any) -> None:
         """Record an event (rank 0). Raises FencedError."""
@@ -78,7 +78,7 @@ class Chronicle:
 
     def close(self) -> None:
         """Nothing more will be told. Idempotent."""
-        failure.at_end(None)
+        last_words.at_end(None)
         self._log.close()
         if self._events is not None:
             self._events.close()

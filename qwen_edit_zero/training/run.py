@@ -347,6 +347,7 @@ class _Run:
             saved,
         )
         watchdog = Watchdog(
+            failure.alarm,
             factor=settings.run.hang_factor,
             extra_seconds=settings.run.hang_seconds,
             first_seconds=max(settings.engine.timeout_seconds, settings.run.hang_seconds),

@@ -18,7 +18,7 @@ PROGRAM = textwrap.dedent(
     import os, signal, socket, sys, time
     sys.path.insert(0, sys.argv[1])
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    from qwen_edit_zero.cluster import failure
+    from qwen_edit_zero.cluster import failure, last_words
     from qwen_edit_zero.cluster.failure import run_guarded
     from qwen_edit_zero.cluster.pulse import position
     from qwen_edit_zero.cluster.identity import discover
@@ -35,7 +35,7 @@ PROGRAM = textwrap.dedent(
         dist.barrier()
         position.begin(37)
         position.at("forward and backward of micro-batch 2")
-        failure.at_end(failure.LastWords(lambda f: None, lambda f: f"ended with status {f.status}", lambda text: None))
+        last_words.at_end(last_words.LastWords(lambda f: None, lambda f: f"ended with status {f.status}", lambda text: None))
         time.sleep(3)  # a sign of life tells of it
         failure.expect_signs_within(5)
         if sys.argv[2] == f"freeze {identity.rank}":
@@ -84,7 +84,10 @@ def run(tmp_path: Path, case: str) -> tuple[list[int], str, float]:
 
 
 def test_a_job_without_mistakes_ends_well(tmp_path: Path) -> None:
-    assert run(tmp_path, "none")[:2] == ([0, 0], "")
+    statuses, text, _ = run(tmp_path, "none")
+    assert statuses == [0, 0]
+    assert text.count("\n") == 1
+    assert text.startswith("2 ranks, started by environment, meet at ")
 
 
 def test_a_rank_that_waits_to_meet_another_is_freed_when_that_one_has_failed(tmp_path: Path) -> None:
