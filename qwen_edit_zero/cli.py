@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from qwen_edit_zero import cache_cli, check_cli, launch_cli
 from qwen_edit_zero import train as train_script
 from qwen_edit_zero.cluster.failure import run_guarded
+from qwen_edit_zero.commands import cache as cache_command
+from qwen_edit_zero.commands import check as check_command
+from qwen_edit_zero.commands import launch as launch_command
 from qwen_edit_zero.settings.command_line import Parser
 
 
@@ -21,15 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["train"]:
         return train_script.main(given[1:], prog="qwen-edit-zero train")
     if given[:1] == ["cache"]:
-        if {*cache_cli.VERBS, "-h", "--help"} & set(given[1:2]):
-            return run_guarded(lambda: cache_cli.run(given[1:], _bytes_bar))
+        if {*cache_command.VERBS, "-h", "--help"} & set(given[1:2]):
+            return run_guarded(lambda: cache_command.run(given[1:], _bytes_bar))
         return train_script.main([*given[1:], "--cache-only"], prog="qwen-edit-zero cache")
     if given[:2] == ["data", "check"]:
-        return run_guarded(lambda: check_cli.run(given[2:]))
+        return run_guarded(lambda: check_command.run(given[2:]))
     if given[:1] == ["launch"]:
-        return run_guarded(lambda: launch_cli.launch(given[1:]))
+        return run_guarded(lambda: launch_command.launch(given[1:]))
     if given[:1] == ["hostfile"]:
-        return run_guarded(lambda: launch_cli.hostfile(given[1:]))
+        return run_guarded(lambda: launch_command.hostfile(given[1:]))
     return run_guarded(lambda: _run(given))
 
 

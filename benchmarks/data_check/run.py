@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from qwen_edit_zero.check_cli import run
+from qwen_edit_zero.commands.check import run
 
 _PAIRS, _SIDE = 200, 1024
 

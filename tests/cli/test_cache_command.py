@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from qwen_edit_zero import cache_cli
 from qwen_edit_zero.cli import main
+from qwen_edit_zero.commands import cache as cache_command
 from qwen_edit_zero.edit_data.cache.locks import CacheLock
 from qwen_edit_zero.edit_data.cache.shard import read_records, strike
 from qwen_edit_zero.edit_model import encoders
@@ -83,7 +83,7 @@ def cache(*words: object) -> int:
 def refused(*words: object) -> str:
     """What a command says that cannot work; as a process it would end there."""
     with pytest.raises(UserError) as caught:
-        cache_cli.run([str(word) for word in words], lambda: nullcontext())
+        cache_command.run([str(word) for word in words], lambda: nullcontext())
     return str(caught.value)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from qwen_edit_zero import check_cli
+from qwen_edit_zero.commands import check as check_command
 from qwen_edit_zero.edit_data.cache.locks import CacheLock, try_lock
 from qwen_edit_zero.errors import StorageError, UserError
 from qwen_edit_zero.training import data_check
@@ -36,7 +36,7 @@ def row(id_: str, **changes: object) -> dict[str, object]:
 
 
 def check(*arguments: object) -> int:
-    return check_cli.run([*map(str, arguments)])
+    return check_command.run([*map(str, arguments)])
 
 
 def test_exit_statuses(manifest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from qwen_edit_zero.cluster.batch_script import BatchJob, train_script
+from qwen_edit_zero.commands.launch import hostfile, launch
 from qwen_edit_zero.errors import ClusterError, SettingsError, UserError
-from qwen_edit_zero.launch_cli import hostfile, launch
 from tests.end_to_end.commands import BIN, ROOT
 
 DEMO = "recipes/demo.yaml"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from qwen_edit_zero import cache_cli
 from qwen_edit_zero.assets import demo_manifest
+from qwen_edit_zero.commands import cache as cache_command
 from tests.end_to_end.commands import BIN, ROOT, run
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,7 +61,7 @@ def test_command(page: str, command: str, finished_run: Path, recipe: str, tmp_p
     while re.match(r"^[A-Z_]+=", words[0]):
         words = words[1:]
     script = next((w for w in words if w.endswith(TRAIN)), None)
-    fills = words[:2] == ["qwen-edit-zero", "cache"] and words[2] not in cache_cli.VERBS
+    fills = words[:2] == ["qwen-edit-zero", "cache"] and words[2] not in cache_command.VERBS
     if script or words[:2] == ["qwen-edit-zero", "train"] or fills:
         arguments = words[words.index(script) + 1 :] if script else words[2:]
         ended = run("python", *arguments, *([] if "--print-settings" in words else ["--print-settings"]), cwd=ROOT)
