@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from qwen_edit_zero.cluster.batch_script import BatchJob, train_script
+from qwen_edit_zero.cluster.forwarding import inherited
 from qwen_edit_zero.commands.launch import hostfile, launch
 from qwen_edit_zero.errors import ClusterError, SettingsError, UserError
 from tests.end_to_end.commands import BIN, ROOT
@@ -20,8 +22,8 @@ DEMO = "recipes/demo.yaml"
 @pytest.fixture(autouse=True)
 def at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for name in ("OMP_NUM_THREADS", "DS_ACCELERATOR", "LD_LIBRARY_PATH", "TORCH_EXTENSIONS_DIR", "TZ"):
-        monkeypatch.delenv(name, raising=False)
+    for name in inherited(os.environ):  # other tests of this process may have set some for good
+        monkeypatch.delenv(name)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
