@@ -27,7 +27,7 @@ from typing import NoReturn
 from qwen_edit_zero.cluster import last_words
 from qwen_edit_zero.cluster.identity import discover, guess_ranks
 from qwen_edit_zero.cluster.last_words import Failure, say
-from qwen_edit_zero.cluster.pulse import BEAT_SECONDS, Seen, Store
+from qwen_edit_zero.cluster.pulse import BEAT_SECONDS, Seen, Store, position
 from qwen_edit_zero.cluster.watch import (
     BY,
     FIRST,
@@ -41,6 +41,7 @@ from qwen_edit_zero.cluster.watch import (
 from qwen_edit_zero.cluster.watchdog import behind
 from qwen_edit_zero.errors import START_AGAIN, QwenEditError
 
+ENDING_SECONDS = 15.0  # that ending takes at most
 MISSED_SECONDS = 2.5 * BEAT_SECONDS  # of silence by which the rank is known that ended while others waited for it
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "remote process exited")
 _GONE = "another rank ended without a word (killed, or out of memory?); see its node's log"
@@ -187,6 +188,9 @@ def _end_after_meeting(failure: Failure) -> NoReturn:
     watch = _watch
     assert watch is not None
     _ending.set()
+    if not watch.claim():  # another thread is ending this process, for this or for what led to it
+        time.sleep(ENDING_SECONDS)
+        last_words.leave(failure.status)
     watch.ending.set()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher must not cut the message short
@@ -227,7 +231,7 @@ def _named(failure: Failure, watch: Watch) -> Failure:
             silent = watch.pulse.silent(MISSED_SECONDS)
         if silent:
             text = f"it ended without a word (killed, or out of memory?), last: {silent[0].doing}; see its node's log"
-            step = silent[0].step
+            step = max(silent[0].step, position.step)  # its last sign may be a second old
             return Failure(silent[0].rank, silent[0].host, text, 1, by=watch.rank, by_host=watch.host, step=step)
         time.sleep(POLL_SECONDS)
     return failure

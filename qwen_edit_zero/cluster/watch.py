@@ -80,6 +80,7 @@ class Watch(Word):
         # After an alarm every rank writes down where it is; then one that knows of all ends the job, if it can.
         self.patience = ALARM_SECONDS * (1 if rank == 0 else 2 if rank == world_size - 1 else 3)
         self.answered = time.monotonic()
+        self._claim = threading.Lock()
         self.pulse = Pulse(store, rank, world_size)
         self.threads = [threading.Thread(target=run, name=run.__name__, daemon=True) for run in (self.look, self.guard)]
         for thread in self.threads:
@@ -112,9 +113,13 @@ class Watch(Word):
             if found is None:
                 continue
             self.ending.wait(GRACE_SECONDS)  # this rank may be failing too, and then settles who speaks
-            if self.ending.is_set() or self.stopped.is_set():
+            if self.ending.is_set() or self.stopped.is_set() or not self.claim():
                 return
             self._end_with(Failure(**found))
+
+    def claim(self) -> bool:
+        """Whether this thread is the one that ends this process; the first that asks is."""
+        return self._claim.acquire(blocking=False)
 
     def guard(self) -> None:
         """End this process when the store says nothing, not even that it is gone."""

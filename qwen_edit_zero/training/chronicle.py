@@ -33,9 +33,24 @@ class Chronicle:
         last_words.at_end(LastWords(self._own_failure, self._job_ended, self._alarmed))
 
     def event(self, name: str, **values: Any) -> None:
-        """Record an event (rank 0). Raises FencedError."""
-        if self._events is not None:
+        """Record an event (rank 0); none after the end. Raises FencedError."""
+        if self._events is not None and not (self._ended and name != "ended"):
             self._events.write(name, **{"step": position.step} | values)
+
+    def say(self, message: str) -> None:
+        """Print a line on rank 0."""
+        if self._rank == 0:
+            print(message, flush=True)
+
+    def slow(self, rank: int, how: str) -> None:
+        """A rank is persistently slower than the others."""
+        self.say(f"warning: {how}")
+        self.event("slow", rank=rank, reason=how)
+
+    def differs(self, how: str, ranks: list[int]) -> None:
+        """Ranks do not hold or compute what all must."""
+        self.say(f"warning: {how}")
+        self.event("differs", ranks=ranks, reason=how)
 
     def may_write(self) -> None:
         """Raise FencedError if the run folder belongs to another start now (rank 0)."""

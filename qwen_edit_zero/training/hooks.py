@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from qwen_edit_zero.cluster import failure
 from qwen_edit_zero.cluster.watchdog import Watchdog
 from qwen_edit_zero.edit_data.batches.distribution import Distribution
 from qwen_edit_zero.training.chronicle import Chronicle
@@ -13,13 +14,17 @@ from qwen_edit_zero.training.progress import Progress
 
 
 class ChronicleHook:
-    """The first of the hooks: where another start has taken over the run, nothing of a step is written."""
+    """The first of the hooks: where another start has taken over the run, nothing of a step is written.
 
-    def __init__(self, chronicle: Chronicle, watchdog: Watchdog) -> None:
-        self._chronicle, self._watchdog = chronicle, watchdog
+    Once a step is done, kernels are compiled, and a rank without a sign of life for `silent_seconds` ends the job.
+    """
+
+    def __init__(self, chronicle: Chronicle, watchdog: Watchdog, silent_seconds: float) -> None:
+        self._chronicle, self._watchdog, self._silent_seconds = chronicle, watchdog, silent_seconds
 
     def after_step(self, metrics: StepMetrics, *, is_last: bool) -> None:
         """Raise FencedError if the folder belongs to another start now; record a step that was skipped."""
+        failure.expect_signs_within(self._silent_seconds)
         self._watchdog.stepped(metrics.step_seconds)
         self._chronicle.may_write_often()
         if metrics.skipped:

@@ -8,16 +8,12 @@ from pathlib import Path
 
 import torch
 
-from qwen_edit_zero.checkpoints.frozen import FrozenShare
 from qwen_edit_zero.checkpoints.reader import DamagedError
 from qwen_edit_zero.checkpoints.shared_reading import opened_together
-from qwen_edit_zero.cluster import failure, process_group, signals
+from qwen_edit_zero.cluster import process_group, signals
 from qwen_edit_zero.cluster.collectives import barrier, gather_objects
 from qwen_edit_zero.cluster.device_setup import set_numerics
 from qwen_edit_zero.cluster.identity import Identity
-from qwen_edit_zero.cluster.pulse import position
-from qwen_edit_zero.cluster.watchdog import Watchdog
-from qwen_edit_zero.edit_data.batches.loader import BatchLoader
 from qwen_edit_zero.edit_data.batches.schedule import SampleSchedule
 from qwen_edit_zero.edit_model.attention import resolve_attention
 from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
@@ -37,25 +33,16 @@ from qwen_edit_zero.training import run_folder
 from qwen_edit_zero.training.base_weights import base_fingerprint, frozen_share, starting_weights
 from qwen_edit_zero.training.chronicle import Chronicle
 from qwen_edit_zero.training.conditioning import Conditioned, condition
+from qwen_edit_zero.training.fitting import Fitting
 from qwen_edit_zero.training.guard import STATE, RollBack, SpikeGuard
-from qwen_edit_zero.training.hooks import ChronicleHook, DrawnHook, MetricsHook, PeriodicHook
 from qwen_edit_zero.training.loading import check_whole, load_checkpoint
-from qwen_edit_zero.training.lr import lr_at
-from qwen_edit_zero.training.metrics import MetricsWriter, StepMetrics
-from qwen_edit_zero.training.order import SampleOrder, order_identity, sample_order
-from qwen_edit_zero.training.progress import Progress
-from qwen_edit_zero.training.replay import ReplayHook
-from qwen_edit_zero.training.samples import SamplePictures
+from qwen_edit_zero.training.metrics import StepMetrics
+from qwen_edit_zero.training.order import order_identity, sample_order
 from qwen_edit_zero.training.saving import (
-    CheckpointHook,
     catch_up_backup,
-    checkpoint_contents,
     lora_reference,
     probe_backup,
 )
-from qwen_edit_zero.training.stragglers import LastStep, StragglerHook
-from qwen_edit_zero.training.task import EditTask
-from qwen_edit_zero.training.trainer import Hook, Trainer
 
 
 def train(
@@ -203,9 +190,13 @@ class _Run:
         if not is_set_up:
             self._set_up(engine, module)
         frozen = frozen_share(settings, self.folder, module, checkpoint, rank=self.rank, world=self.world)
+        self.chronicle.may_write()
+        if self.rank == 0:
+            run_folder.write_settings(self.path, self.settings_text)
+        fitting = Fitting(settings, self.folder, conditioned, order, identity, frozen, guard, self.chronicle, self.path)
         while True:
             try:
-                stopped = self._fit(engine, conditioned, order, identity, first, total_steps, frozen, guard)
+                stopped = fitting.fit(engine, first, total_steps)
                 break
             except RollBack as back:
                 first = self._go_back(engine, guard, back)
@@ -214,14 +205,6 @@ class _Run:
         self.chronicle.end("finished", 0)
         self.say(f"finished {total_steps} {'step' if total_steps == 1 else 'steps'}; everything is in {self.path}")
         return 0
-
-    def _slow(self, rank: int, how: str) -> None:
-        self.say(f"warning: {how}")
-        self.chronicle.event("slow", rank=rank, reason=how)
-
-    def _differs(self, how: str, ranks: list[int]) -> None:
-        self.say(f"warning: {how}")
-        self.chronicle.event("differs", ranks=ranks, reason=how)
 
     def _go_back(self, engine: ParallelEngine, guard: SpikeGuard, back: RollBack) -> int:
         """Load the newest checkpoint from before a spike; returns the steps done then. Collective."""
@@ -297,122 +280,6 @@ class _Run:
             optimizer=settings.optimizer,
             weights=starting_weights(self.folder, module, seed=settings.run.seed),
         )
-
-    def _fit(
-        self,
-        engine: ParallelEngine,
-        conditioned: Conditioned,
-        order: SampleOrder,
-        identity: resuming.RunIdentity,
-        first: int,
-        total_steps: int,
-        frozen: FrozenShare | None,
-        guard: SpikeGuard,
-    ) -> StepMetrics | None:
-        """Train to the last step, or to the one that is returned, after which a signal asked for the end."""
-        settings, data, schedule = self.settings, conditioned.training, order.schedule
-        self.chronicle.may_write()
-        if self.rank == 0:
-            run_folder.write_settings(self.path, self.settings_text)
-        size = engine.ranks.sequence_size
-        shared = "" if size == 1 else f", {size} to a sample"
-        self.say(
-            f"{len(data.samples)} samples in {len(data.prepared.buckets)} buckets, "
-            f"{'' if schedule.is_constant else 'about '}{schedule.steps_per_epoch} steps an epoch; "
-            f"training steps {first + 1} to {total_steps} under {engine.name} on {self.world} "
-            f"{'rank' if self.world == 1 else 'ranks'}{shared} ({self.device.type}, {settings.precision.mode})"
-        )
-        order.announce(self.say)
-        progress = Progress("step", total_steps, rank=self.rank, initial=first, every=settings.run.log_every)
-        writer = (
-            MetricsWriter(self.path, first_step=first, tensorboard=settings.run.tensorboard) if self.rank == 0 else None
-        )
-        pictures = SamplePictures(engine, self.folder, conditioned, settings)
-        samples_folder = self.path / run_folder.SAMPLES
-
-        def saved(step: int, path: Path) -> None:
-            guard.has_checkpoint = True
-            self.chronicle.event("save", step=step, path=path)
-
-        checkpoints = CheckpointHook(
-            engine,
-            self.checkpoints,
-            settings.checkpoint,
-            checkpoint_contents(
-                settings, self.folder, engine, identity, lambda: {STATE: guard.state()} if guard.on else {}
-            ),
-            progress.say,
-            frozen,
-            self.chronicle.may_write,
-            saved,
-        )
-        watchdog = Watchdog(
-            failure.alarm,
-            factor=settings.run.hang_factor,
-            extra_seconds=settings.run.hang_seconds,
-            first_seconds=max(settings.engine.timeout_seconds, settings.run.hang_seconds),
-        )
-        hooks: list[Hook] = [
-            ChronicleHook(self.chronicle, watchdog),
-            MetricsHook(progress, writer),
-            DrawnHook(order.distribution, progress, writer),
-            checkpoints,
-            PeriodicHook(
-                settings.sampling.every, lambda m: pictures.draw(samples_folder / f"step-{m.step:08d}"), progress.say
-            ),
-        ]
-        failure.expect_signs_within(settings.run.silent_seconds)
-        task, last = EditTask(self.folder, settings), LastStep()
-        if settings.run.stragglers_every is not None and self.world > 1:
-            hooks.append(StragglerHook(last, self.device, settings.run.stragglers_every, self._slow, self.rank))
-        if settings.run.replay_every is not None and self.world > 1:
-            stop = settings.run.replay_differs == "stop"
-            hooks.append(ReplayHook(engine, task.losses, last, settings.run.replay_every, self._differs, stop=stop))
-        try:
-            with (
-                signals.deferred(),
-                watchdog,
-                BatchLoader(
-                    data.samples,
-                    conditioned.cache,
-                    data.key_of,
-                    schedule,
-                    rank=engine.dp_rank,
-                    world_size=engine.dp_size,
-                    micro_size=settings.batch.micro_size,
-                    weights=order.loss_weights,
-                    costs=order.costs,
-                    prefetch=settings.data.prefetch,
-                    workers=settings.data.workers,
-                    device=self.device,
-                ) as loader,
-            ):
-                stopped = Trainer(
-                    engine,
-                    task,
-                    steps=loader.steps,
-                    lr_at=lambda step: lr_at(
-                        step, peak=settings.optimizer.lr, total_steps=total_steps, schedule=settings.schedule
-                    ),
-                    sample_ids=lambda plan: [data.samples[i].id for i in plan.indices],
-                    max_skipped=settings.optimizer.max_skipped,
-                    min_loss_scale=settings.precision.min_loss_scale if settings.precision.mode == "fp16" else None,
-                    guard=guard,
-                    last=last,
-                    asked_to_end=lambda: signals.requested() is not None,
-                    hooks=hooks,
-                ).fit(first, total_steps, samples_seen=schedule.samples_before(first))
-                position.end("saving")
-                if stopped is None:
-                    checkpoints.finish()
-                else:
-                    checkpoints.save_now(stopped)
-            return stopped
-        finally:
-            checkpoints.close()
-            progress.close()
-            if writer is not None and not self.chronicle.shut_out:
-                writer.close()
 
 
 def _total_steps(settings: Settings, schedule: SampleSchedule) -> int:

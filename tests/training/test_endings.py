@@ -24,20 +24,20 @@ def arguments(recipe: str, *more: str) -> list[str]:
 def test_a_killed_rank_is_named_in_the_last_lines_and_the_run_goes_on(recipe: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     given = arguments(recipe, "--ds", "ds_configs/zero2.json", "engine.timeout_seconds=77")
-    assert ends(2, run, given, (1, 3, partial(kill, signal.SIGKILL)), before=partial(note_timeouts, run)) == [
+    assert ends(2, run, given, (1, 5, partial(kill, signal.SIGKILL)), before=partial(note_timeouts, run)) == [
         1,
         -signal.SIGKILL,
     ]
     ended = events(run)[-1]
     assert (ended["event"], ended["rank"], ended["status"]) == ("ended", 1, 1)
     assert "ended without a word (killed, or out of memory?)" in ended["reason"]
-    assert ended["step"] >= 3
+    assert ended["step"] >= 5
     last = log(run, 0).splitlines()
     assert "error on rank 1 (" in last[-2]
     assert "run failed on rank 1 (" in last[-1]
     assert latest_checkpoint(run / "checkpoints").path is not None
-    assert train(2, run, [*given, "run.max_steps=6"], before=partial(note_timeouts, run)) == [0, 0]
-    assert [m["step"] for m in lines_of(run / "metrics.jsonl")] == list(range(1, 7))
+    assert train(2, run, [*given, "run.max_steps=8"], before=partial(note_timeouts, run)) == [0, 0]
+    assert [m["step"] for m in lines_of(run / "metrics.jsonl")] == list(range(1, 9))
     assert [e["after"] for e in events(run) if e["event"] == "restarted"] == [ended["reason"]]
     told = (run / "timeouts-0").read_text().split()
     assert set(told) == {"77.0", "21600.0"}, "every group has the run's; that of checkpoint writers has six hours"
