@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,16 @@ from qwen_edit_zero.assets import demo_manifest
 
 hypothesis_settings.register_profile("any machine", deadline=None)  # tests assert no timing
 hypothesis_settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """Undo what a test sets in its own process; a process group, once started, leaves variables that launches take."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -173,7 +173,7 @@ def test_settings_that_cannot_be_are_said_once_before_anything_starts(tmp_path: 
     assert not (tools / "ssh.log").exists()
 
 
-CASE = ROOT.parent / "shared" / "cases" / "slurm" / "forward.env"
+CASE = Path(__file__).parent / "cases" / "slurm" / "forward.env"
 
 
 def test_variables_reach_other_nodes_byte_for_byte(
@@ -200,7 +200,6 @@ def test_variables_reach_other_nodes_byte_for_byte(
     }
 
 
-@pytest.mark.skipif(not CASE.exists(), reason="the shared cases are not beside this checkout")
 def test_a_line_that_is_no_variable_is_named(tmp_path: Path, tools: Path) -> None:
     with pytest.raises(ClusterError, match=r"forward\.env:12: 'NO_EQUALS' has no '='"):
         extra_options(["--hostfile", hostfile(tmp_path, "good1", "good2")], {"DS_ENV_FILE": str(CASE)})
