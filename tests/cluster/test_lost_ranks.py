@@ -35,7 +35,8 @@ PROGRAM = textwrap.dedent(
         dist.barrier()
         position.begin(37)
         position.at("forward and backward of micro-batch 2")
-        last_words.at_end(last_words.LastWords(lambda f: None, lambda f: f"ended with status {f.status}", lambda text: None))
+        ended = lambda f: f"ended with status {f.status}"
+        last_words.at_end(last_words.LastWords(lambda f: None, ended, lambda text: None))
         time.sleep(3)  # a sign of life tells of it
         failure.expect_signs_within(5)
         if sys.argv[2] == f"freeze {identity.rank}":
