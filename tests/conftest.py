@@ -17,9 +17,16 @@ hypothesis_settings.register_profile("any machine", deadline=None)  # tests asse
 hypothesis_settings.load_profile("any machine")
 
 
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+_MEETING = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME")
+
+
 @pytest.fixture(autouse=True)
-def environment_as_before() -> Iterator[None]:
-    """Undo what a test sets in its own process; a process group, once started, leaves variables that launches take."""
+def environment_of_no_launcher() -> Iterator[None]:
+    """Take back what a test sets in its own process; a process group, also one of a shared fixture, leaves variables
+    that later launches would take for their own."""
+    for name in (*_LAUNCHERS, *_MEETING):
+        os.environ.pop(name, None)
     before = dict(os.environ)
     yield
     if dict(os.environ) != before:
