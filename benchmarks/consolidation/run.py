@@ -16,10 +16,11 @@ import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.watched import run_watched
 
 MIB = 2**20
 
@@ -37,32 +38,13 @@ class Measured:
 def measure(name: str, source: Path, out: Path) -> Measured:
     """Run a contestant in a new process."""
     began = time.perf_counter()
-    child = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.consolidation.contestants", name, str(source), str(out)],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    peaks = {"RssAnon": 0.0, "VmHWM": 0.0}
-
-    def watch() -> None:
-        while child.poll() is None:
-            try:
-                status = Path(f"/proc/{child.pid}/status").read_text()
-            except OSError:
-                return
-            for line in status.splitlines():
-                key = line.split(":")[0]
-                if key in peaks:
-                    peaks[key] = max(peaks[key], int(line.split()[1]) / 1024)
-            time.sleep(0.005)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    output = child.communicate()[0]
-    watcher.join()
-    if child.returncode != 0:
+    done = run_watched(
+        "benchmarks.consolidation.contestants", [name, str(source), str(out)], ("RssAnon", "VmHWM"), every=0.005
+    )
+    if done.status != 0:
         raise SystemExit(f"{name} failed on {source}")
-    seconds = float(next(line for line in output.splitlines() if line.startswith("seconds ")).split()[1])
-    return Measured(seconds, time.perf_counter() - began, peaks["RssAnon"], peaks["VmHWM"])
+    seconds = float(next(line for line in done.output.splitlines() if line.startswith("seconds ")).split()[1])
+    return Measured(seconds, time.perf_counter() - began, done.peaks["RssAnon"], done.peaks["VmHWM"])
 
 
 def differing(found: Path, expected: Path, kind: str) -> int:

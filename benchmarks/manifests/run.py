@@ -13,12 +13,11 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.watched import run_watched
 
 CONTESTANTS = ("ours", "datasets")
 _CHUNK = 50_000
@@ -59,33 +58,19 @@ def make_manifest(path: Path, rows: int) -> None:
 
 def measure(name: str, manifest: Path, folder: Path) -> Measured:
     """Open the manifest in a new process."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.manifests.contestants", name, str(manifest), str(folder)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    peaks = {"RssAnon": 0.0, "RssFile": 0.0}
-
-    def watch() -> None:
-        while child.poll() is None:
-            try:
-                status = Path(f"/proc/{child.pid}/status").read_text()
-            except OSError:
-                return
-            for line in status.splitlines():
-                key = line.split(":")[0]
-                if key in peaks:
-                    peaks[key] = max(peaks[key], int(line.split()[1]) / 1024)
-            time.sleep(0.01)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    output, errors = child.communicate()
-    watcher.join()
-    if child.returncode:
-        raise RuntimeError(f"{name} failed: {errors[-2000:]}")
-    found = json.loads(output.strip().splitlines()[-1])
+    done = run_watched(
+        "benchmarks.manifests.contestants", [name, str(manifest), str(folder)], ("RssAnon", "RssFile"), every=0.01
+    )
+    if done.status:
+        raise RuntimeError(f"{name} failed: {done.errors[-2000:]}")
+    found = json.loads(done.output.strip().splitlines()[-1])
     return Measured(
-        found["open"], found["look_up"], found["processor"], peaks["RssAnon"], peaks["RssFile"], found["check"]
+        found["open"],
+        found["look_up"],
+        found["processor"],
+        done.peaks["RssAnon"],
+        done.peaks["RssFile"],
+        found["check"],
     )
 
 

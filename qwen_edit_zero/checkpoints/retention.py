@@ -14,6 +14,7 @@ from qwen_edit_zero.checkpoints.manifest import ManifestHead
 from qwen_edit_zero.checkpoints.placement import delete_checkpoint
 from qwen_edit_zero.checkpoints.validity import check_checkpoint
 from qwen_edit_zero.errors import CheckpointError
+from qwen_edit_zero.settings.models import CheckpointSettings
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Retention:
 
     def __post_init__(self) -> None:
         assert self.keep is None or self.keep >= 1, "a run without any checkpoint cannot be resumed"
+
+    @classmethod
+    def of(cls, settings: CheckpointSettings) -> Retention:
+        """As the settings say."""
+        return cls(settings.keep, settings.keep_every, settings.keep_best or 0, settings.best_metric)
 
 
 def prune(folder: Path, retention: Retention, *, newest: Path | None = None, hold: Collection[Path] = ()) -> list[Path]:

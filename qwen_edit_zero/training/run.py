@@ -30,6 +30,7 @@ from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.settings.render import settings_yaml
 from qwen_edit_zero.training import resume as resuming
 from qwen_edit_zero.training import run_folder
+from qwen_edit_zero.training.backups import catch_up_backup, probe_backup
 from qwen_edit_zero.training.base_weights import base_fingerprint, frozen_share, starting_weights
 from qwen_edit_zero.training.chronicle import Chronicle
 from qwen_edit_zero.training.conditioning import Conditioned, condition
@@ -38,11 +39,7 @@ from qwen_edit_zero.training.guard import STATE, RollBack, SpikeGuard
 from qwen_edit_zero.training.loading import check_whole, load_checkpoint
 from qwen_edit_zero.training.metrics import StepMetrics
 from qwen_edit_zero.training.order import order_identity, sample_order
-from qwen_edit_zero.training.saving import (
-    catch_up_backup,
-    lora_reference,
-    probe_backup,
-)
+from qwen_edit_zero.training.saving import lora_reference
 
 
 def train(

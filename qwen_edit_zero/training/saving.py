@@ -34,12 +34,12 @@ from qwen_edit_zero.checkpoints.writer import Contents, PlannedSave, plan_save, 
 from qwen_edit_zero.cluster.collectives import sum_over_ranks
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.engines.base import ParallelEngine
-from qwen_edit_zero.errors import SettingsError, StorageError
+from qwen_edit_zero.errors import StorageError
 from qwen_edit_zero.settings.models import CheckpointSettings, LoraSettings, Settings
+from qwen_edit_zero.training.backups import finish_copies
 from qwen_edit_zero.training.metrics import StepMetrics
 from qwen_edit_zero.training.resume import RunIdentity, run_state
 
-_TURN_SECONDS = 5.0
 WRITING_SECONDS = 6 * 3600  # the most by which ranks may differ in writing their files
 
 Describe = Callable[[StepMetrics, Mapping[str, float]], Contents]
@@ -95,7 +95,7 @@ class CheckpointHook:
             if self._ranks.rank == 0:
                 may_write()
                 make_folder(folder)
-                self._caretaker = Caretaker(folder, _retention(settings), place, may_write)
+                self._caretaker = Caretaker(folder, Retention.of(settings), place, may_write)
                 self._caretaker.catch_up()
         self._flight: _Flight | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -132,7 +132,7 @@ class CheckpointHook:
         """Wait for the save that is being written and for the backup. Raises the save's error."""
         if self._flight is not None:
             self._land()
-        _finish_copies(self._caretaker, self._ranks, self._say)
+        finish_copies(self._caretaker, self._ranks, self._say)
 
     def close(self) -> None:
         """Also after an error: let the save that is being written end first. Does not raise but for a signal."""
@@ -249,56 +249,6 @@ class CheckpointHook:
                 self._say(message)
 
 
-def probe_backup(settings: CheckpointSettings, folder: Path) -> None:
-    """See whether `checkpoint.backup`, if there is one, takes a small file. Collective, before anything costs time.
-
-    `folder` is the run's `checkpoints` folder, which need not exist yet.
-    Raises SettingsError on all ranks if it does not, or is not apart from `folder`.
-    """
-    if settings.backup is None:
-        return
-    ranks, fault = Coordinator(), None
-    if ranks.rank == 0:
-        try:
-            backup_of_run(settings.backup, folder).probe()
-        except SettingsError as error:
-            fault = str(error)
-    if (fault := ranks.gather(fault)[0]) is not None:
-        raise SettingsError(fault)
-
-
-def catch_up_backup(settings: CheckpointSettings, folder: Path, say: Callable[[str], None]) -> None:
-    """Make the copies that an earlier process left to be made, and wait for them. Collective.
-
-    Deletes no checkpoint. A copy that fails is a warning.
-    """
-    ranks, caretaker = Coordinator(), None
-    if settings.backup is None:
-        return
-    place = backup_of_run(settings.backup, folder)
-    with ranks.together(f"looking at {folder}"):
-        if ranks.rank == 0 and folder.is_dir():
-            caretaker = Caretaker(folder, _retention(settings), place)
-            caretaker.catch_up()
-    try:
-        _finish_copies(caretaker, ranks, say)
-    finally:
-        if caretaker is not None:
-            caretaker.abandon()
-
-
-def _finish_copies(caretaker: Caretaker | None, ranks: Coordinator, say: Callable[[str], None]) -> None:
-    """Wait for rank 0's copies on all ranks, in turns shorter than a collective may take. Collective."""
-    if caretaker is not None and caretaker.copying:
-        say(f"waiting for copies in {caretaker.place_name}")
-    while ranks.gather(caretaker is not None and caretaker.copies_after(_TURN_SECONDS))[0]:
-        pass
-    if caretaker is not None:
-        caretaker.finish()
-        for message in caretaker.messages():
-            say(message)
-
-
 def checkpoint_contents(
     settings: Settings,
     folder: ModelFolder,
@@ -351,10 +301,6 @@ class _MeanLoss:
         found = {} if not self._count else {"loss": self._sum / self._count}
         self._sum, self._count = 0.0, 0
         return found if metrics.skipped else found | {"step_loss": metrics.loss}
-
-
-def _retention(settings: CheckpointSettings) -> Retention:
-    return Retention(settings.keep, settings.keep_every, settings.keep_best or 0, settings.best_metric)
 
 
 def _end_by_exception_on_sigterm() -> Callable[[], None]:

@@ -23,9 +23,10 @@ from qwen_edit_zero.checkpoints.writer import Contents
 from qwen_edit_zero.errors import QwenEditError, SettingsError, StorageError
 from qwen_edit_zero.flat_state import FlatRange
 from qwen_edit_zero.settings.models import CheckpointSettings
-from qwen_edit_zero.training import saving
+from qwen_edit_zero.training import backups, saving
+from qwen_edit_zero.training.backups import catch_up_backup, probe_backup
 from qwen_edit_zero.training.metrics import StepMetrics
-from qwen_edit_zero.training.saving import CheckpointHook, catch_up_backup, probe_backup
+from qwen_edit_zero.training.saving import CheckpointHook
 from tests.checkpoints.states import MODEL, differing_bytes, made_up_state, owned_ranges
 from tests.ranks import run_ranks
 
@@ -352,7 +353,7 @@ def test_copies_that_are_missing_are_made_when_the_run_goes_on(tmp_path: Path) -
 def _catch_up(rank: int, world: int, folder: Path, backup: Path) -> list[str]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "_TURN_SECONDS", 0.01)  # several turns
+        patch.setattr(backups, "_TURN_SECONDS", 0.01)  # several turns
         catch_up_backup(CheckpointSettings(backup=str(backup), keep=1), folder, said.append)
     return said
 

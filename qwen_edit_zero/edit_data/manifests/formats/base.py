@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -172,6 +172,14 @@ def bytes_key(folder: Folder, name: str, on_progress: Progress) -> str:
             done += len(block)
             on_progress(done, total)
     return f"{done}-{digest.hexdigest()}"
+
+
+def stamps_key(folder: Folder, names: Iterable[str]) -> str:
+    """XXH3-128 of files' names and stamps: for archives, whose bytes are too many to be read for this."""
+    digest = xxhash.xxh3_128()
+    for name in names:
+        digest.update(f"{name}\0{folder.stamp(name)}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 def read_block(file: BinaryIO, folder: Folder, name: str, size: int) -> bytes:

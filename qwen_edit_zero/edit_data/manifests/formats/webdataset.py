@@ -12,9 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-import xxhash
-
-from qwen_edit_zero.edit_data.manifests.formats.base import Content, Folder, Progress, Reader, name_of
+from qwen_edit_zero.edit_data.manifests.formats.base import Content, Folder, Progress, Reader, name_of, stamps_key
 from qwen_edit_zero.edit_data.manifests.formats.columns import ColumnMap, Columns, find_map, unused_note
 from qwen_edit_zero.edit_data.manifests.formats.lines import MAX_ROW_BYTES
 from qwen_edit_zero.edit_data.manifests.formats.pairs import PICTURES
@@ -53,10 +51,7 @@ class WebDatasetShards(Reader):
         self.done = 0
 
     def content_key(self, on_progress: Progress) -> str:
-        digest = xxhash.xxh3_128()
-        for name in self._names:
-            digest.update(f"{name}\0{self._folder.stamp(name)}\0".encode("utf-8", "surrogateescape"))
-        return digest.hexdigest()
+        return stamps_key(self._folder, self._names)
 
     def records(self) -> Iterator[tuple[int, Content]]:
         unused: set[str] = set()
