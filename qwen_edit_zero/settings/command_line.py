@@ -101,6 +101,8 @@ def parse_train_arguments(arguments: Sequence[str], *, prog: str = "train.py") -
     if len(recipes) > 1:
         names = " and ".join(recipes)
         raise SettingsError(f"{names} are given; there is one recipe, and the rest must be section.key=value")
+    if known.resume is not None and not known.resume.strip():
+        raise SettingsError("--resume is given an empty value; it is auto, none, or the path of a checkpoint")
     resume = known.resume or ("none" if known.fast_dev_run else "auto")
     return TrainArguments(
         recipe=Path(recipes[0]) if recipes else None,

@@ -237,7 +237,7 @@ class SamplingSettings(Section):
 
     every: Positive | None = None  # optimizer steps; None: only at the end
     count: NonNegative = 12  # held-out samples pictured; 0: none
-    steps: Positive = 20  # denoising steps of a picture
+    steps: Annotated[int, Field(ge=2)] = 20  # denoising steps of a picture; the scheduler has no noise levels for one
     guidance: Annotated[float, Field(ge=1)] = 4.0  # classifier-free guidance scale; 1: none
     weights: Literal["model", "ema"] = "model"  # with which pictures are drawn; ema: their running average
     negative_prompt: str = " "  # what guidance leads away from

@@ -48,6 +48,7 @@ def test_arguments_may_come_in_any_order() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--resume", ""], "--resume is given an empty value"),
         (["--print-setings"], "unknown option --print-setings; did you mean --print-settings?"),
         (["--batch.global_size=8"], "settings are given without dashes: batch.global_size=value"),
         (["--deepspeed_config", "a.json"], "unknown option --deepspeed_config"),
