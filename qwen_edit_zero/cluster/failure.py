@@ -65,6 +65,7 @@ def unwatch() -> None:
         _watch.stopped.set()
         for thread in _watch.threads:
             thread.join(2 * POLL_SECONDS)
+        _watch.warden.close()
         _watch = None
 
 

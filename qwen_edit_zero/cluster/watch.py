@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from qwen_edit_zero.cluster import last_words
 from qwen_edit_zero.cluster.last_words import Failure, say
 from qwen_edit_zero.cluster.pulse import SETUP_SECONDS, Pulse, Seen, Store
+from qwen_edit_zero.cluster.warden import Warden
 
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 2.0  # in which ranks that fail for the same reason find out that they do
@@ -82,6 +83,7 @@ class Watch(Word):
         self.answered = time.monotonic()
         self._claim = threading.Lock()
         self.pulse = Pulse(store, rank, world_size)
+        self.warden = Warden(f"rank {rank} ({self.host})", self.silence)
         self.threads = [threading.Thread(target=run, name=run.__name__, daemon=True) for run in (self.look, self.guard)]
         for thread in self.threads:
             thread.start()
@@ -125,6 +127,7 @@ class Watch(Word):
         """End this process when the store says nothing, not even that it is gone."""
         looked = time.monotonic()
         while not self.stopped.wait(1.0):
+            self.warden.alive(self.silence)
             now = time.monotonic()
             if now - looked > LOST_SECONDS:
                 self.answered = now  # this process itself was stopped, perhaps all of them

@@ -134,17 +134,62 @@ class Nodes:
         """Plug the node's cable in again."""
         self._link(name, "up")
 
+    def slow(self, name: str, rate: str) -> None:
+        """Let what the bridge sends to the node come at no more than `rate`, such as 2mbit."""
+        shape = ["tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
+        self._in_box_run("tc", "qdisc", "replace", "dev", name, "root", *shape)
+
+    def fast(self, name: str) -> None:
+        """Undo `slow`."""
+        self._in_box_run("tc", "qdisc", "del", "dev", name, "root")
+
     def crash(self, name: str) -> None:
-        """End everything on the node at once; it does not come back."""
+        """End everything on the node at once; it stays away until `revive`."""
         os.kill(self._pids[name], signal.SIGKILL)
+
+    def revive(self, name: str) -> None:
+        """Start a crashed node again, with its address, and wait until it can be reached."""
+        (self.folder / f"{name}.ready").unlink()
+        del self._pids[name]
+        enter = ["nsenter", "--target", str(self._box_pid()), "--all", "--", "bash", str(_HERE / "plug_in.sh")]
+        command = [*enter, str(self.folder), name, self.address(name)]
+        subprocess.run(command, check=True, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, timeout=60)
+        self._wait_until_ready()
+
+    def pause(self, name: str) -> None:
+        """Freeze everything on the node, as a virtual machine that is suspended; its link stays."""
+        for pid in self.everything(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """Undo `pause`."""
+        for pid in self.everything(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+    def hang_up(self, name: str) -> int:
+        """Kill the sshd processes that serve sessions on the node, and return how many."""
+        found = [pid for pid, line in self.everything(name).items() if line.startswith("sshd: ")]
+        found = [pid for pid in found if "[listener]" not in command_lines().get(pid, "[listener]")]
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(found)
+
+    def everything(self, name: str) -> dict[int, str]:
+        """Process ids, as seen from here, and command lines of all that runs on a node; nothing if it has crashed."""
+        home = _namespace(self._pids[name], "pid")
+        if home is None:
+            return {}
+        return {pid: line for pid, line in command_lines().items() if _namespace(pid, "pid") == home}
 
     def processes(self, name: str) -> dict[int, str]:
         """Process ids, as seen from here, and command lines of launchers and ranks on a node."""
-        home = os.readlink(f"/proc/{self._pids[name]}/ns/pid")
         return {
             pid: line
-            for pid, line in command_lines().items()
-            if _namespace(pid, "pid") == home and any(word in line for word in _OURS) and "slurmstepd" not in line
+            for pid, line in self.everything(name).items()
+            if any(word in line for word in _OURS) and "slurmstepd" not in line
         }
 
     def left(self) -> dict[str, list[str]]:
@@ -164,8 +209,11 @@ class Nodes:
                     os.kill(pid, signal.SIGKILL)
 
     def _link(self, name: str, state: str) -> None:
+        self._in_box_run("ip", "link", "set", name, state)
+
+    def _in_box_run(self, *command: str) -> None:
         enter = ["nsenter", "--target", str(self._box_pid()), "--net", "--mount", "--"]
-        subprocess.run([*enter, "ip", "link", "set", name, state], check=True)
+        subprocess.run([*enter, *command], check=True)
 
     def _box_pid(self) -> int:
         return next(pid for pid, line in command_lines().items() if self._is_init(pid, line, "box.sh", self.names[0]))
