@@ -13,6 +13,7 @@ from qwen_edit_zero import train as train_script
 from qwen_edit_zero.cluster.failure import run_guarded
 from qwen_edit_zero.commands import cache as cache_command
 from qwen_edit_zero.commands import check as check_command
+from qwen_edit_zero.commands import doctor as doctor_command
 from qwen_edit_zero.commands import launch as launch_command
 from qwen_edit_zero.settings.command_line import Parser
 
@@ -28,6 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train_script.main([*given[1:], "--cache-only"], prog="qwen-edit-zero cache")
     if given[:2] == ["data", "check"]:
         return run_guarded(lambda: check_command.run(given[2:]))
+    if given[:1] == ["doctor"]:
+        return doctor_command.run(given[1:])
     if given[:1] == ["launch"]:
         return run_guarded(lambda: launch_command.launch(given[1:]))
     if given[:1] == ["hostfile"]:
@@ -46,6 +49,7 @@ def _parser() -> ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     verbs.add_parser("train", help="train; see qwen-edit-zero train --help", add_help=False)
     verbs.add_parser("cache", help="fill the cache of a recipe, or look after one", add_help=False)
+    verbs.add_parser("doctor", help="look at nodes, folders and network before training", add_help=False)
     verbs.add_parser("launch", help="start training on a cluster, or show the command that does", add_help=False)
     verbs.add_parser("hostfile", help="check a hostfile, or write it for another launcher", add_help=False)
     verb = verbs.add_parser("consolidate", help="turn a checkpoint into a model folder that diffusers loads")

@@ -40,6 +40,8 @@ def _run(given: list[str], prog: str) -> int:
     identity = discover(local_rank_argument=arguments.local_rank)
     is_single = identity.launcher == "single"
 
+    looks_only = arguments.print_settings or arguments.doctor
+
     from qwen_edit_zero.settings.load import load_settings
 
     loaded = load_settings(
@@ -48,7 +50,7 @@ def _run(given: list[str], prog: str) -> int:
         ds=arguments.ds,
         engine=arguments.engine,
         fast_dev_run=arguments.fast_dev_run,
-        world_size=None if arguments.cache_only or (arguments.print_settings and is_single) else identity.world_size,
+        world_size=None if arguments.cache_only or (looks_only and is_single) else identity.world_size,
     )
     if arguments.print_settings:
         from qwen_edit_zero.settings.render import settings_yaml
@@ -60,10 +62,18 @@ def _run(given: list[str], prog: str) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is told in words, not as a C++ stack
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and every rank would warn of 4 bits
     choose_allocator(loaded.settings)
+    if arguments.doctor:
+        from qwen_edit_zero.doctor.examination import SECONDS, examine
+
+        seconds = arguments.doctor_seconds or SECONDS
+        return examine(loaded, identity, seconds=seconds, json_path=arguments.json)
+    from qwen_edit_zero.doctor.quick import QuickCheck
+
+    check = QuickCheck(loaded.settings, identity, os.environ)
     if arguments.cache_only:
         from qwen_edit_zero.training.caching import fill_cache
 
-        return fill_cache(loaded.settings, identity, take_over=arguments.take_over)
+        return fill_cache(loaded.settings, identity, take_over=arguments.take_over, check=check)
     from qwen_edit_zero.training.run import train  # imports torch: everything cheap has been checked before
 
     return train(
@@ -72,6 +82,7 @@ def _run(given: list[str], prog: str) -> int:
         arguments.resume,
         accept_changes=arguments.accept_changes,
         take_over=arguments.take_over,
+        check=check,
     )
 
 

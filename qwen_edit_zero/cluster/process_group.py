@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,20 @@ from qwen_edit_zero.errors import ClusterError
 MEETING_SECONDS = 300  # ranks of a job start within minutes of each other, or not at all
 
 
-def start(identity: Identity, *, timeout_seconds: int, device: str = "auto") -> torch.device:
+def start(
+    identity: Identity,
+    *,
+    timeout_seconds: int,
+    device: str = "auto",
+    meeting_seconds: int = MEETING_SECONDS,
+    met: Callable[[Store], None] | None = None,
+) -> torch.device:
     """Start the process group and return this rank's device.
 
     `device` is engine.device: "auto" takes the GPUs where there are any, "cuda" demands them. The backend is NCCL on
-    GPUs and gloo on CPUs. A collective that takes longer than `timeout_seconds` raises. Raises ClusterError if there is
-    no usable GPU for this rank, or if the ranks do not meet.
+    GPUs and gloo on CPUs. A collective that takes longer than `timeout_seconds` raises. Rank 0 is looked for
+    `meeting_seconds`; `met` is called with the job's store (if there are several ranks) before collectives are set up.
+    Raises ClusterError if there is no usable GPU for this rank, or if the ranks do not meet.
     """
     chosen = choose_device(identity, device)
     identity = agree(identity)
@@ -49,11 +58,13 @@ def start(identity: Identity, *, timeout_seconds: int, device: str = "auto") -> 
     options: dict[str, Any] = {"device_id": chosen} if chosen.type == "cuda" else {}
     try:
         _bound_groups_made_later(timeout_seconds)
-        store = _meet(identity, timeout_seconds)
+        store = _meet(identity, min(timeout_seconds, meeting_seconds))
         if identity.world_size > 1:
             watching = connect(identity, serve=False, seconds=MEETING_SECONDS)
             failure.watch(watching, identity.rank, identity.world_size)
             failure.know_first_host(identity.master_addr)
+            if met is not None:
+                met(store)
         dist.init_process_group(
             backend,
             store=PrefixStore("ranks", store),
@@ -179,13 +190,13 @@ def _choose_gloo_interface(identity: Identity) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _meet(identity: Identity, timeout_seconds: int) -> Store:
+def _meet(identity: Identity, seconds: int) -> Store:
     """The store through which ranks find each other; rank 0 serves it, unless torchrun's agent does."""
     if identity.world_size == 1:
         return HashStore()
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = identity.rank == 0 and not served_by_agent
-    return connect(identity, serve=serve, seconds=min(timeout_seconds, MEETING_SECONDS))
+    return connect(identity, serve=serve, seconds=seconds)
 
 
 def connect(identity: Identity, *, serve: bool, seconds: int) -> Store:

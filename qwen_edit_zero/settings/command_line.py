@@ -36,6 +36,9 @@ class TrainArguments:
     fast_dev_run: bool
     print_settings: bool
     cache_only: bool
+    doctor: bool
+    doctor_seconds: float | None
+    json: Path | None
     overrides: tuple[str, ...]
     local_rank: int | None
 
@@ -82,6 +85,19 @@ def train_parser(prog: str) -> Parser:
     parser.add_argument(
         "--cache-only", action="store_true", help="compute the latents and embeddings of all samples, and end"
     )
+    parser.add_argument(
+        "--doctor", action="store_true", help="look at nodes, folders, data and network, and end; nothing is trained"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=None,
+        metavar="SECONDS",
+        help="with --doctor: wait so long for ranks, then name those that have not come (default 30)",
+    )
+    parser.add_argument(
+        "--json", type=Path, default=None, metavar="FILE", help="with --doctor: write what was found there as well"
+    )
     parser.add_argument("--local_rank", "--local-rank", type=int, dest="local_rank", help=argparse.SUPPRESS)
     return parser
 
@@ -103,6 +119,8 @@ def parse_train_arguments(arguments: Sequence[str], *, prog: str = "train.py") -
         raise SettingsError(f"{names} are given; there is one recipe, and the rest must be section.key=value")
     if known.resume is not None and not known.resume.strip():
         raise SettingsError("--resume is given an empty value; it is auto, none, or the path of a checkpoint")
+    if not known.doctor and (known.json is not None or known.timeout is not None):
+        raise SettingsError(f"{'--json' if known.json is not None else '--timeout'} goes with --doctor; add that")
     resume = known.resume or ("none" if known.fast_dev_run else "auto")
     return TrainArguments(
         recipe=Path(recipes[0]) if recipes else None,
@@ -114,6 +132,19 @@ def parse_train_arguments(arguments: Sequence[str], *, prog: str = "train.py") -
         fast_dev_run=known.fast_dev_run,
         print_settings=known.print_settings,
         cache_only=known.cache_only,
+        doctor=known.doctor,
+        doctor_seconds=known.timeout,
+        json=known.json,
         overrides=overrides,
         local_rank=known.local_rank,
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 1 to 3600")
+    return seconds

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -36,9 +36,15 @@ from qwen_edit_zero.training.texts import TrainingTexts
 _WORDS: dict[Kind, str] = {"latent": "latents", "prompt": "embeddings", "mask": "masks"}
 
 
-def fill_cache(settings: Settings, identity: Identity, *, take_over: bool = False) -> int:
+def fill_cache(
+    settings: Settings,
+    identity: Identity,
+    *,
+    take_over: bool = False,
+    check: Callable[[ModelFolder], None] | None = None,
+) -> int:
     """Have everything in the cache that a run of these settings needs; on all ranks of a launcher. Returns the exit
-    status. Raises UserError and RunError."""
+    status. `check` looks at all ranks' nodes when they have met. Raises UserError and RunError."""
     folder = open_model_folder(settings.model.path, without_weights=True)
     device = process_group.start(
         identity, timeout_seconds=settings.engine.timeout_seconds, device=settings.engine.device
@@ -46,6 +52,8 @@ def fill_cache(settings: Settings, identity: Identity, *, take_over: bool = Fals
     set_numerics(settings, device)
     path, cache = run_folder.run_folder(settings), run_folder.cache_folder(settings)
     try:
+        if check is not None:
+            check(folder)
         with run_folder.take(path, take_over=take_over) if identity.rank == 0 else nullcontext():
             conditioned = condition(
                 settings,

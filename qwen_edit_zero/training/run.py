@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -43,10 +44,16 @@ from qwen_edit_zero.training.saving import lora_reference
 
 
 def train(
-    loaded: LoadedSettings, identity: Identity, resume: str, *, accept_changes: bool = False, take_over: bool = False
+    loaded: LoadedSettings,
+    identity: Identity,
+    resume: str,
+    *,
+    accept_changes: bool = False,
+    take_over: bool = False,
+    check: Callable[[ModelFolder], None] | None = None,
 ) -> int:
     """Run training on this rank to its end; returns the exit status: 0, or START_AGAIN if a signal asked for the end
-    and the state is saved. Raises UserError and RunError."""
+    and the state is saved. `check` looks at all ranks' nodes when they have met. Raises UserError and RunError."""
     settings = loaded.settings
     # Before ranks meet: a wrong path then costs nobody a time-out.
     folder = open_model_folder(settings.model.path, without_weights=resume != resuming.NONE)
@@ -57,6 +64,8 @@ def train(
     )
     set_numerics(settings, device)
     try:
+        if check is not None:
+            check(folder)
         text = settings_yaml(loaded)
         return _Run(settings, text, folder, identity, device, resume, accept_changes, take_over).go()
     finally:

@@ -1,0 +1,99 @@
+"""The doctor's quick part, at every start on several nodes: two small gatherings, well under a second.
+
+What it cannot bear is what would otherwise train wrongly or end hours later: nodes with other code, packages, settings,
+data or model, folders that are not shared, and no room for a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from qwen_edit_zero.cluster.collectives import gather_objects
+from qwen_edit_zero.cluster.identity import Identity
+from qwen_edit_zero.doctor.agreement import NodeFacts, compare, differing
+from qwen_edit_zero.doctor.facts import Facts
+from qwen_edit_zero.doctor.findings import Finding, Level, failures
+from qwen_edit_zero.doctor.needs import needs_of
+from qwen_edit_zero.doctor.nodes import group_nodes, node_key
+from qwen_edit_zero.doctor.places import Seen, judge_space, look, places_of, settle
+from qwen_edit_zero.doctor.sharing import Answer, Asked, Question, answer
+from qwen_edit_zero.edit_model.folder import ModelFolder
+from qwen_edit_zero.errors import ClusterError
+from qwen_edit_zero.settings.models import Settings
+
+
+@dataclass(frozen=True)
+class _Record:
+    digests: dict[str, str]
+    places: list[Seen]
+    questions: list[Question]  # rank 0's only
+
+
+class QuickCheck:
+    """To be called where all ranks have met; `environ` is that of before they did.
+
+    Raises ClusterError, which lists everything that must be mended.
+    """
+
+    def __init__(self, settings: Settings, identity: Identity, environ: Mapping[str, str]) -> None:
+        self._settings, self._identity, self._environ = settings, identity, dict(environ)
+
+    def __call__(self, folder: ModelFolder) -> None:
+        """Collective on several nodes. Warnings are printed on rank 0."""
+        if self._identity.local_world_size < self._identity.world_size:
+            found = self._compare(folder)
+        elif self._identity.rank == 0:
+            needs, places = needs_of(self._settings, folder), places_of(self._settings)
+            seen = look(places)
+            found = [judge_space(place, {"here": at}, needs) for place, at in zip(places, seen, strict=True)]
+        else:
+            return
+        if self._identity.rank == 0:
+            tell(found)
+
+    def _compare(self, folder: ModelFolder) -> list[Finding]:
+        """Findings about several nodes, on rank 0; none on the others."""
+        settings, rank = self._settings, self._identity.rank
+        places = places_of(settings)
+        facts = NodeFacts(settings, folder, self._environ) if self._identity.local_rank == 0 else None
+        asked = [Asked(place.path) for place in places] if rank == 0 else []
+        try:
+            record = None
+            if facts is not None:
+                questions = [one.question for one in asked]
+                record = _Record(facts.digests(), look(places), questions)
+            gathered: list[tuple[str, _Record | None]] = gather_objects((node_key(), record))
+            nodes = [node for node in group_nodes([key for key, _ in gathered]) if gathered[node.leader][1]]
+            records = {node.name: told for node in nodes if (told := gathered[node.leader][1]) is not None}
+            odd = differing({name: told.digests for name, told in records.items()})
+            mine: tuple[dict[str, Facts], list[Answer]] = ({}, [])
+            if facts is not None:
+                number = next(number for number, node in enumerate(nodes) if rank in node.ranks)
+                asked_of_all = records[nodes[0].name].questions
+                mine = facts.details(odd), [answer(question, number) for question in asked_of_all]
+            heard = gather_objects(mine)
+            if rank:
+                return []
+            found = []
+            for subject in odd:
+                found += compare(subject, {node.name: heard[node.leader][0][subject] for node in nodes})
+            needs = needs_of(settings, folder)
+            for i, (place, one) in enumerate(zip(places, asked, strict=True)):
+                seen = {name: told.places[i] for name, told in records.items()}
+                found.append(judge_space(place, seen, needs))
+                found.append(settle(place, nodes, one, [heard[node.leader][1][i] for node in nodes], seen))
+            return found
+        finally:
+            for one in asked:
+                one.clean()
+
+
+def tell(found: Sequence[Finding]) -> None:
+    """Print warnings. Raises ClusterError if something must be mended."""
+    if wrong := failures(found):
+        shown = "".join(f"\n  {finding}" for finding in wrong)
+        raise ClusterError(f"this must be mended before training (the same command with --doctor tells more):{shown}")
+    for finding in found:
+        if finding.level is Level.WARNING:
+            print(f"warning: {finding}", flush=True)
