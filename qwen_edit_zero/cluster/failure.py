@@ -1,7 +1,8 @@
 """How a job ends when something is wrong: one clear message, one exit status, and no process left behind.
 
 Before the ranks have met (see `process_group.start`), a mistake is nearly always every rank's mistake: rank 0 says it,
-and the others say it only if nothing has ended them a few seconds later. Afterwards a failing rank leaves word in the
+and the others say it only if nothing has ended them a few seconds later, nor rank 0 told them the same. Those that did
+not fail hear of it where they would have met (`early_word.py`). Afterwards a failing rank leaves word in the
 job's store; a thread of every other rank looks there and ends its process, even if it is inside a collective. Ranks
 that cannot leave word (killed, frozen, on a node that was cut off) are missed by their pulse (`pulse.py`): the ranks
 that look name them. Whoever hears nothing from the store itself ends by itself.
@@ -24,8 +25,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
-from qwen_edit_zero.cluster import last_words
-from qwen_edit_zero.cluster.identity import discover, guess_ranks
+from qwen_edit_zero.cluster import early_word, last_words
+from qwen_edit_zero.cluster.identity import Identity, discover, guess_ranks
 from qwen_edit_zero.cluster.last_words import Failure, say
 from qwen_edit_zero.cluster.pulse import BEAT_SECONDS, Seen, Store, position
 from qwen_edit_zero.cluster.watch import (
@@ -161,17 +162,54 @@ def _end(text: str, status: int, detail: str) -> NoReturn:
 
 
 def _end_before_meeting(failure: Failure) -> NoReturn:
+    place = _meeting_place()
     if failure.rank == 0:
         say(failure.shown(alone=False))
         last_words.close(failure, speaks=True)
+        if place is not None and not failure.asked:
+            early_word.serve(failure, place.master_port, place.world_size - place.local_world_size)
         last_words.leave(failure.status)
     if failure.asked:
         last_words.leave(failure.status)  # by a launcher, perhaps, because another rank failed: that one tells why
     time.sleep(GRACE_SECONDS if guess_ranks()[1] == 0 else 2 * GRACE_SECONDS)  # the launcher ends this one meanwhile
+    is_there = True if place is None else _ask_rank_0(failure, place, GRACE_SECONDS)
     say(failure.shown(alone=True))
-    with contextlib.suppress(Exception):
-        _tell_late(failure)
+    if place is not None and not is_there and place.local_rank == 0:
+        is_there = _ask_rank_0(failure, place, early_word.STAY_SECONDS)  # it may be the only one that has not failed
+    if is_there:
+        with contextlib.suppress(Exception):
+            _tell_late(failure)
     last_words.leave(failure.status)
+
+
+def _meeting_place() -> Identity | None:
+    """This rank of a job over several nodes, where the launcher of one node may not know of a failure on another."""
+    with contextlib.suppress(Exception):
+        identity = discover()
+        if identity.local_world_size < identity.world_size and identity.master_addr:
+            return identity
+    return None
+
+
+def _ask_rank_0(failure: Failure, place: Identity, seconds: float) -> bool:
+    """Whether somebody waits where the ranks meet; does not return if it is rank 0, to tell of this very failure."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError):
+            found = early_word.ask(place.master_addr, place.master_port, place.rank)
+            if found is not None and found["text"] == failure.text:
+                last_words.leave(failure.status)
+            return found is None
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.5)
+
+
+def end_with_rank_0(found: dict[str, object]) -> None:
+    """Rank 0 has failed before this rank has met it, and has said so."""
+    if not _ending.is_set():
+        status = found["status"]
+        last_words.leave(status if isinstance(status, int) else 1)
 
 
 def _tell_late(failure: Failure) -> None:

@@ -26,7 +26,7 @@ PROGRAM = textwrap.dedent(
 
     def main():
         identity = discover()
-        if sys.argv[2] == "early" and identity.rank == 1:
+        if sys.argv[2] in (f"early {identity.rank}", "early both"):
             raise SettingsError("the recipe of this node is another one")
         from qwen_edit_zero.cluster import process_group
         process_group.start(identity, timeout_seconds=600, device="cpu")
@@ -55,16 +55,21 @@ PROGRAM = textwrap.dedent(
 )
 
 
-def run(tmp_path: Path, case: str) -> tuple[list[int], str, float]:
-    """Exit statuses of two ranks that no launcher looks after, what they wrote, and the seconds it took."""
+def run(tmp_path: Path, case: str, *, nodes: int = 1) -> tuple[list[int], str, float]:
+    """Exit statuses of two ranks that no launcher looks after, what they wrote, and the seconds it took.
+
+    With two `nodes` each rank takes itself for the only one on its node.
+    """
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    if nodes > 1:
+        common["LOCAL_WORLD_SIZE"] = "1"
     began = time.monotonic()
     ranks = [
         subprocess.Popen(
             [sys.executable, script, str(ROOT), case],
-            env={**os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r)},
+            env={**os.environ, **common, "RANK": str(r), "LOCAL_RANK": str(r if nodes == 1 else 0)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -92,11 +97,25 @@ def test_a_job_without_mistakes_ends_well(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_waits_to_meet_another_is_freed_when_that_one_has_failed(tmp_path: Path) -> None:
-    statuses, text, seconds = run(tmp_path, "early")
+    statuses, text, seconds = run(tmp_path, "early 1")
     assert statuses == [2, 2]
     assert text.count("the recipe of this node is another one") == 1
     assert "error on rank 1" in text
     assert seconds < 60
+
+
+def test_a_rank_on_another_node_hears_at_once_that_rank_0_has_failed_before_they_met(tmp_path: Path) -> None:
+    statuses, text, seconds = run(tmp_path, "early 0", nodes=2)
+    assert statuses == [2, 2], text
+    assert text == "error: the recipe of this node is another one\n"
+    assert seconds < 45
+
+
+def test_a_mistake_on_all_nodes_is_told_once(tmp_path: Path) -> None:
+    statuses, text, seconds = run(tmp_path, "early both", nodes=2)
+    assert statuses == [2, 2], text
+    assert text == "error: the recipe of this node is another one\n"
+    assert seconds < 45
 
 
 def test_a_killed_rank_is_named_with_its_step(tmp_path: Path) -> None:

@@ -88,6 +88,10 @@ class Nodes:
         """The IPv4 address of a node."""
         return f"10.77.0.{11 + self.names.index(name)}"
 
+    def first_process(self, name: str) -> int:
+        """The node's process 1, as seen from here: its namespaces are the node's."""
+        return self._pids[name]
+
     def command(self, name: str, command: Sequence[str | Path], *, cwd: Path) -> list[str]:
         """The command that runs `command` on a node."""
         enter = ["nsenter", "--target", str(self._pids[name]), "--all", f"--wd={cwd}", "--"]

@@ -1,0 +1,1 @@
+"""A training over three nodes that goes wrong in every way, again and again."""
