@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from qwen_edit_zero.cluster import failure
+from qwen_edit_zero.cluster import early_word, failure
 from qwen_edit_zero.cluster.identity import Identity
 from qwen_edit_zero.cluster.interfaces import (
     interface_towards,
