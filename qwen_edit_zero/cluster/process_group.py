@@ -196,7 +196,11 @@ def _meet(identity: Identity, seconds: int) -> Store:
         return HashStore()
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serve = identity.rank == 0 and not served_by_agent
-    return connect(identity, serve=serve, seconds=seconds)
+    if serve or served_by_agent or identity.local_world_size == identity.world_size:
+        return connect(identity, serve=serve, seconds=seconds)
+    place = identity.master_addr, identity.master_port, identity.rank
+    with early_word.Listening(*place, failure.end_with_rank_0):
+        return connect(identity, serve=False, seconds=seconds)
 
 
 def connect(identity: Identity, *, serve: bool, seconds: int) -> Store:
