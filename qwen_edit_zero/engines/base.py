@@ -144,6 +144,12 @@ class ParallelEngine(ABC):
         in shape, or if it holds trained parameters that this run does not train.
         """
 
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What this rank holds of the model now, for reports: (kind, tensor), where kind is parameters, gathered, masters,
+        gradients, moments or ema. Tensors may share memory; buffers of libraries are not among them.
+        """
+        return iter(())
+
     @abstractmethod
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter, whole, in fp32 on CPU, one at a time. Collective: all ranks must iterate in step."""

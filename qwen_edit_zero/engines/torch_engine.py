@@ -250,6 +250,17 @@ class TorchEngine(ParallelEngine):
         self._loss_scale.load(scalars)
         return unused_average(source) if self._average is None else self._average.load(shapes, shards, source, scalars)
 
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for parameter in self.module.parameters():
+            kind = "masters" if parameter.requires_grad else "parameters"
+            yield kind, self._local(parameter.detach())
+            if parameter.grad is not None:
+                yield "gradients", self._local(parameter.grad)
+        for state in self._optimizer.state.values():
+            yield from (("moments", value) for value in state.values() if isinstance(value, torch.Tensor))
+        if self._average is not None:
+            yield from (("ema", self._average[name]) for name in self._stand_ins)
+
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.module.named_parameters():
             shard = self._shard(name, parameter, {})

@@ -18,7 +18,8 @@ from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.ranks import Ranks
 from qwen_edit_zero.errors import DivergenceError
 from qwen_edit_zero.training.guard import SpikeGuard
-from qwen_edit_zero.training.metrics import StepMetrics, memory_peak_bytes
+from qwen_edit_zero.training.measured import BETWEEN, Measurements
+from qwen_edit_zero.training.metrics import StepMetrics
 from qwen_edit_zero.training.stragglers import LastStep
 
 
@@ -57,6 +58,7 @@ class Trainer:
         guard: judges each step before it is applied. The loss of all ranks is then known before the optimizer's step,
             not after it, as without a guard.
         last: is told this rank's own share of each step.
+        measurements: is told where each step is.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Trainer:
         asked_to_end: Callable[[], bool] = lambda: False,
         guard: SpikeGuard | None = None,
         last: LastStep | None = None,
+        measurements: Measurements | None = None,
         hooks: Sequence[Hook],
     ) -> None:
         self.engine, self.task, self.hooks = engine, task, hooks
@@ -80,6 +83,7 @@ class Trainer:
         self.asked_to_end, self._ends = asked_to_end, False
         self.guard = guard if guard is not None and guard.on else None
         self.last = LastStep() if last is None else last
+        self.measurements = Measurements(engine, counting=False) if measurements is None else measurements
         engine.veto = None if self.guard is None else self.guard.veto
 
     def fit(self, first: int, last: int, *, samples_seen: int) -> StepMetrics | None:
@@ -131,6 +135,7 @@ class Trainer:
         """One optimizer step over all ranks. The loss reported is the mean over the samples of the global batch."""
         began = time.perf_counter()
         position.begin(plan.step + 1)
+        self.measurements.after(BETWEEN)
         samples, data_seconds, flops = len(plan.indices), 0.0, 0.0
         by_sample: list[tuple[Sequence[str], torch.Tensor]] = []
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.engine.device)  # read once a step: no sync between
@@ -145,7 +150,9 @@ class Trainer:
             with self.engine.micro_step(is_last=i == len(batches) - 1):
                 losses = self.task.losses(self.engine.forward, batch)
                 loss = (losses * batch.weights).sum()
+                self.measurements.after_forward(batch)
                 self.engine.backward(loss / samples)
+            self.measurements.after_backward(is_last=i == len(batches) - 1)
             loss_sum += loss.detach()
             by_sample.append((batch.sample_ids, losses.detach()))
         lr = self.lr_at(int(self.engine.scalars()["optimizer_steps"]))
@@ -167,6 +174,7 @@ class Trainer:
             self.guard.expect(total_loss / samples)
             position.at("the optimizer's step")
             result = self.engine.step(lr=lr)
+        self.measurements.after_step()
         position.end("between steps")
         seconds = time.perf_counter() - began
         reason: str | None = None
@@ -186,7 +194,7 @@ class Trainer:
             data_seconds=data_seconds,
             imbalance=batches.imbalance,
             tflops_per_device=total_flops / self.engine.ranks.world_size / seconds / 1e12,
-            memory_peak_bytes=memory_peak_bytes(self.engine.device),
+            memory_peak_bytes=self.measurements.memory_peak_bytes(),
             skipped=not result.applied,
             loss_scale=result.loss_scale,
             skip_reason=reason,
@@ -211,7 +219,7 @@ class Trainer:
             data_seconds=seconds,
             imbalance=batches.imbalance,
             tflops_per_device=0.0,
-            memory_peak_bytes=memory_peak_bytes(self.engine.device),
+            memory_peak_bytes=self.measurements.memory_peak_bytes(),
             skipped=True,
             skip_reason="its samples are left out, since the loss spiked after them",
             guarded=True,

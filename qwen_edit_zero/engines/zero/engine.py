@@ -34,6 +34,7 @@ from qwen_edit_zero.engines.shards import (
 from qwen_edit_zero.engines.step_counts import StepCounts
 from qwen_edit_zero.engines.zero import library
 from qwen_edit_zero.engines.zero.config import check_frozen, complete_config, offloads_optimizer, zero_stage
+from qwen_edit_zero.engines.zero.holdings import held
 from qwen_edit_zero.engines.zero.masters import (
     Place,
     flat_masters,
@@ -262,6 +263,11 @@ class ZeroEngine(ParallelEngine):
         self._announce_loss_scale()
         publish_masters(self._engine.optimizer, self.stage)
         return unused_average(source) if self._average is None else self._average.load(shapes, shards, source, scalars)
+
+    def held(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from held(self._engine.optimizer, self.stage, self._adamw, self.module.parameters())
+        if self._average is not None:
+            yield from (("ema", self._average[name]) for name, _, _ in self._held())
 
     def full_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         held = {shard.name: shard for shard in [*self._shards(), *self._frozen_shards()]}
