@@ -61,6 +61,7 @@ def mended(
     from qwen_edit_zero.cluster.hostfile import filter_hosts, parse_hostfile
     from qwen_edit_zero.cluster.interfaces import is_this_machine
     from qwen_edit_zero.cluster.launch import check_training
+    from qwen_edit_zero.cluster.reach import notice_lost_nodes
     from qwen_edit_zero.errors import ClusterError
 
     given = _parse(options)
@@ -96,6 +97,7 @@ def mended(
         from qwen_edit_zero.cluster.forwarding import argument_for_deepspeed, value_for_deepspeed
 
         _check_folder(Path.cwd())
+        notice_lost_nodes(environ)
         _write_variables({name: value_for_deepspeed(value) for name, value in variables.items()}, environ)
         return [*options, *added], [argument_for_deepspeed(word) for word in arguments]
     _check_plain(variables, launcher)

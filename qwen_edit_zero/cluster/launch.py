@@ -15,6 +15,7 @@ from qwen_edit_zero.cluster.batch_script import BatchJob, train_script
 from qwen_edit_zero.cluster.forwarding import for_pdsh, inherited
 from qwen_edit_zero.cluster.hostfile import Host, parse_hostfile
 from qwen_edit_zero.cluster.hostlists import TORCHRUN_PORT
+from qwen_edit_zero.cluster.reach import notice_lost_nodes
 from qwen_edit_zero.cluster.slurm import compress_nodelist
 from qwen_edit_zero.errors import ClusterError
 from qwen_edit_zero.settings.command_line import parse_train_arguments
@@ -55,6 +56,7 @@ class Launch:
         if shutil.which(program) is None:
             raise ClusterError(f"{program} is not installed on this machine; --dry-run shows the command all the same")
         if self.script is None:
+            notice_lost_nodes(os.environ)
             os.execvp(program, self.command)  # signals and the exit status are then the launcher's own
         return subprocess.run(self.command, input=self.script, text=True, check=False).returncode
 

@@ -83,7 +83,11 @@ class Seen:
 
 
 class Pulse:
-    """This rank's signs of life, and, on the ranks that look, everybody's. Its caller sees to one request at a time."""
+    """This rank's signs of life, and, on the ranks that look, everybody's. Its caller sees to one request at a time.
+
+    Attributes:
+        first_host: the name of rank 0's host, once it has told, to have it when rank 0 is gone.
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world = store, rank, world_size
@@ -93,6 +97,7 @@ class Pulse:
         self._missed = [0.0] * world_size
         self._complete = False
         self._beaten = 0.0
+        self.first_host = ""
         store.set(f"{_WHO}{rank}", json.dumps({"host": socket.gethostname(), "process": os.getpid()}))
         self._beat()
 
@@ -103,6 +108,8 @@ class Pulse:
         if passed < BEAT_SECONDS:
             return
         self._beat()
+        if not self.first_host and self._store.check([f"{_WHO}0"]):
+            self.first_host = json.loads(self._store.get(f"{_WHO}0"))["host"]
         if self._looks:
             self._look(min(passed, 3 * BEAT_SECONDS))
 

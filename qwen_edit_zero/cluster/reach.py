@@ -1,13 +1,26 @@
-"""Whether the nodes of a hostfile can be reached the way launchers do it: by ssh, without a password."""
+"""Whether the nodes of a hostfile can be reached the way launchers do it: by ssh, without a password; and are still."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from qwen_edit_zero.cluster.hostfile import Host
 from qwen_edit_zero.errors import ClusterError
+
+_PDSH = "PDSH_SSH_ARGS_APPEND"
+_NOTICE = "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"
+
+
+def notice_lost_nodes(environ: MutableMapping[str, str]) -> None:
+    """Have pdsh give a node up that has not answered for 30 s: by itself ssh waits for one that was cut off for ever.
+
+    Does nothing where the user has set how ssh is to look.
+    """
+    given = environ.get(_PDSH, "")
+    if "serveralive" not in given.lower():
+        environ[_PDSH] = f"{given} {_NOTICE}".strip()
 
 
 def unreachable(hosts: Sequence[Host], *, port: int | None = None, timeout_seconds: int = 5) -> dict[str, str]:

@@ -100,6 +100,7 @@ class Watch(Word):
                     with self.lock:
                         self.pulse.turn()
                         silent = self.pulse.silent(self.silence)
+                        self.first_host = self.pulse.first_host or self.first_host
                     if alarm is None and (alarm := self.ask(_ALARM)) is not None:
                         alarmed = time.monotonic()
                         last_words.alarmed(alarm["text"])

@@ -200,6 +200,18 @@ def test_variables_reach_other_nodes_byte_for_byte(
     }
 
 
+@pytest.mark.usefixtures("tools")
+def test_ssh_gives_up_a_node_that_is_lost_unless_the_user_says_how(tmp_path: Path) -> None:
+    options = ["--hostfile", hostfile(tmp_path, "good1", "good2")]
+    for given, then in (
+        ({}, "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"),
+        ({"PDSH_SSH_ARGS_APPEND": "-4"}, "-4 -o ServerAliveInterval=10 -o ServerAliveCountMax=3"),
+        ({"PDSH_SSH_ARGS_APPEND": "-o serveraliveinterval=0"}, "-o serveraliveinterval=0"),
+    ):
+        extra_options(options, given)
+        assert given["PDSH_SSH_ARGS_APPEND"] == then
+
+
 def test_a_line_that_is_no_variable_is_named(tmp_path: Path, tools: Path) -> None:
     with pytest.raises(ClusterError, match=r"forward\.env:12: 'NO_EQUALS' has no '='"):
         extra_options(["--hostfile", hostfile(tmp_path, "good1", "good2")], {"DS_ENV_FILE": str(CASE)})

@@ -90,7 +90,11 @@ class Slurm:
         for name in self.names:
             (self.folder / f"spool.{name}").mkdir(exist_ok=True)
             self.start_daemons(name)
-        deadline = time.monotonic() + 90
+        self.wait_until_idle()
+
+    def wait_until_idle(self, timeout: float = 90.0) -> None:
+        """Wait until every node can take a job."""
+        deadline = time.monotonic() + timeout
         while (told := self.run("sinfo", "-h", "-t", "idle", "-o", "%D")).text.strip() != str(len(self.names)):
             logs = "".join(f"\n{f.name}:\n{f.read_text()[-2000:]}" for f in sorted(self.folder.glob("*.log")))
             assert time.monotonic() < deadline, f"Slurm's nodes do not become idle: {told.text}{logs}"
