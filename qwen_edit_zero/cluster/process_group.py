@@ -194,7 +194,7 @@ def _meet(identity: Identity, seconds: int) -> Store:
     """The store through which ranks find each other; rank 0 serves it, unless torchrun's agent does."""
     if identity.world_size == 1:
         return HashStore()
-    served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    served_by_agent = _served_by_agent()
     serve = identity.rank == 0 and not served_by_agent
     if serve or served_by_agent or identity.local_world_size == identity.world_size:
         return connect(identity, serve=serve, seconds=seconds)
@@ -214,8 +214,15 @@ def connect(identity: Identity, *, serve: bool, seconds: int) -> Store:
         wait_for_workers=False,
         multi_tenant=True,
     )
-    # torchrun's own store outlives the ranks: what those of an earlier attempt wrote does not concern this one.
+    if not _served_by_agent():
+        return store
+    # torchrun's own store outlives the ranks: what those of an earlier attempt wrote does not concern this one. Only
+    # there: on a node whose ranks did not fail torchrun does not count the attempt, and the numbers differ.
     return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _served_by_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _did_not_meet(identity: Identity, backend: str, error: BaseException) -> ClusterError:

@@ -148,3 +148,29 @@ def test_the_outward_interface_is_none_of_those_that_containers_share(monkeypatc
     assert interfaces.outward_interface() is None
     monkeypatch.setattr(interfaces, "interface_towards", lambda host: "eth3")
     assert interfaces.outward_interface() == "eth3"
+
+
+def test_ranks_meet_though_torchrun_counts_a_restart_only_on_the_node_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = free_port()
+    first, second = (Identity(rank, 0, 2, 1, "torchrun", "127.0.0.1", port) for rank in range(2))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    served = process_group.connect(first, serve=True, seconds=20)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    process_group.connect(second, serve=False, seconds=20).set("met", "yes")
+    assert served.check(["met"])
+
+
+def test_a_restart_does_not_read_what_the_attempt_before_left_in_the_store_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Identity(0, 0, 1, 1, "torchrun", "127.0.0.1", free_port())
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    agent = process_group.connect(rank, serve=True, seconds=20)
+    agent.set("left", "yes")
+    assert process_group.connect(rank, serve=False, seconds=20).check(["left"])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not process_group.connect(rank, serve=False, seconds=20).check(["left"])
