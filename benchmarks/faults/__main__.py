@@ -1,7 +1,8 @@
 """python -m benchmarks.faults [--minutes 20] [--faults 60] [--seed 1] [--engine fsdp2]
 
 A training over three nodes (network namespaces) goes wrong as often as asked, is started again each time, and is
-compared with one that nobody disturbed. Writes runs/benchmarks/faults/{faults.json,faults.md,faults.png}. Needs root.
+compared with one that nobody disturbed. Writes runs/benchmarks/faults/{faults.json,faults.md,faults.png}. On SIGTERM it
+makes no further fault, and reports. Needs root.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -73,13 +75,10 @@ def _measure(given: argparse.Namespace, folder: Path) -> None:
         first = campaign.finish(command(folder / "first", 1))  # fills the cache
         assert first.launcher.returncode == 0, first.text()
         training.spoil_a_sample(cache)
+        signal.signal(signal.SIGTERM, lambda number, frame: setattr(campaign, "enough", True))
         with recorder:
-            try:
-                recorder.began = time.monotonic()
-                campaign.go(plan(given.faults, given.seed), given.minutes)
-            finally:
-                kept = as_json(campaign.outcomes)
-                (given.out / "outcomes.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
+            recorder.began = time.monotonic()
+            campaign.go(plan(given.faults, given.seed), given.minutes)
             seconds = recorder.now()
             campaign.stop()
         steps = training.last_step(run) + 3
@@ -88,9 +87,14 @@ def _measure(given: argparse.Namespace, folder: Path) -> None:
         say(f"{len(campaign.outcomes)} faults, {steps} steps; now the same without faults")
         reference = campaign.finish(command(calm, steps), 7200)
         assert reference.launcher.returncode == 0, reference.text()
+    for path in (run, calm):  # what the report is made of
+        training.keep(path, given.out / path.name)
+    measured = {"outcomes": as_json(campaign.outcomes), "points": recorder.points, "seconds": seconds,
+                "unplanned": campaign.unplanned}  # fmt: skip
+    (given.out / "measured.json").write_text(json.dumps(measured), encoding="utf-8")
     result = report.result(
-        run, calm, campaign.outcomes, recorder.points, seconds,
-        seed=given.seed, engine=given.engine,
+        given.out / run.name, given.out / calm.name, campaign.outcomes, recorder.points, seconds,
+        seed=given.seed, engine=given.engine, unplanned=campaign.unplanned,
     )  # fmt: skip
     (given.out / "faults.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     text = report.markdown(result)

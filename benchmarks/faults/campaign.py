@@ -93,18 +93,45 @@ class Campaign:
         self.say = say
         self.outcomes: list[Outcome] = []
         self.job: Job | None = None
+        self.unplanned = 0  # ends of a job that no fault had been made for
+        self.enough = False  # no further fault is to be made
         self._stale: list[tuple[Job, Outcome, float]] = []
 
     def go(self, plan: list[Fault], minutes: float) -> None:
         """Make all faults, and train until the time is over."""
         for number, fault in enumerate(plan):
-            self._train_on(steps=2 + self.drawn.randrange(6))
+            if self.enough:
+                self.say(f"asked to stop after {number} of {len(plan)} faults")
+                break
+            self._train_on_somehow(steps=2 + self.drawn.randrange(6))
             due = number * minutes * 60 / len(plan)
             until(lambda due=due: self.recorder.now() >= due or not self._lives(), 3600)  # type: ignore[misc]
-            self._suffer(number, len(plan), fault)
-        self._train_on(steps=5)
+            try:
+                self._suffer(number, len(plan), fault)
+            except (AssertionError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+                self._give_up(error)
+        self._train_on_somehow(steps=5)
         until(lambda: self.recorder.now() > minutes * 60, 3600)
         self._see_stale_ones_end()
+
+    def _give_up(self, error: Exception) -> None:
+        """A fault after which the run could not go on: all that is left of it is ended by hand, and counted so."""
+        outcome = self.outcomes[-1]
+        outcome.survived = False
+        outcome.note += str(error)
+        self.say(f"{told(outcome)}")
+        for name in sorted(self.site.away):
+            if not self.site.nodes.everything(name):
+                self.site.come_back(name)
+            self.site.nodes.resume(name)
+            self.site.nodes.heal(name)
+            self.site.away.discard(name)
+        for job in [self.job, *(job for job, _, _ in self._stale)]:
+            if job is not None:
+                self.site.end(job)
+        self._stale.clear()
+        self.ballast.unlink(missing_ok=True)
+        self.job = None
 
     def stop(self) -> None:
         """Preempt the job."""
@@ -122,6 +149,21 @@ class Campaign:
 
     def _lives(self) -> bool:
         return self.job is not None and self.job.launcher.poll() is None
+
+    def _train_on_somehow(self, steps: int) -> None:
+        """Train on; where the job ends without a fault, say and count so, and start it again."""
+        for attempt in range(3):
+            try:
+                self._train_on(steps)
+                return
+            except AssertionError as error:
+                self.unplanned += 1
+                self.say(f"not planned: {error}")
+                if attempt == 2:
+                    raise
+                if self.job is not None:
+                    self.site.end(self.job)
+                self.job = None
 
     def _train_on(self, steps: int) -> None:
         """Until the job has recorded so many more steps; a job that has ended is started."""
@@ -231,14 +273,9 @@ class Campaign:
             outcome.survived = False
             outcome.note += "its ranks stayed; "
         outcome.gone_seconds = round(time.monotonic() - began, 1)
-        self.site_end_quietly(job)
-        return before
-
-    def site_end_quietly(self, job: Job) -> None:
-        """Reap a launcher that has been killed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            outcome_status = job.launcher.wait(5)
-            self.outcomes[-1].status = outcome_status
+            outcome.status = job.launcher.wait(5)  # it was killed
+        return before
 
     def _see_stale_ones_end(self) -> None:
         """Copies that came back when another start had the run folder: they must end."""

@@ -17,7 +17,7 @@ _MARKERS = "osD^v"
 
 def result(
     run: Path, calm: Path, outcomes: Sequence[Outcome], points: Sequence[tuple[float, int]], seconds: float,
-    *, seed: int, engine: str,
+    *, seed: int, engine: str, unplanned: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Everything that was measured. Compares the disturbed run with the calm one, step by step and at the end."""
     rows, expected = training.recorded(run), training.recorded(calm)
@@ -32,6 +32,7 @@ def result(
     return {
         "seed": seed,
         "engine": engine,
+        "unplanned": unplanned,
         "seconds": round(seconds, 1),
         "steps": len(rows),
         "faults": len(outcomes),
@@ -64,7 +65,8 @@ def markdown(found: dict[str, Any]) -> str:
         f"gradient norms of steps that are the same to the bit: {found['same_losses']:.1%}. A sample whose latents are "
         f"NaN was met and its step skipped {found['bad_sample_steps']} times, in both runs alike. Effective training "
         f"time (steps that count, of the time from the first start to the last): {found['effective']:.0%}; "
-        f"{found['done_again']} steps were done twice."
+        f"{found['done_again']} steps were done twice. "
+        f"Ends that no fault had been made for: {found['unplanned']}."
     )
     columns = [
         "fault", "number", "survived", "job went on", "all gone, s: mean (max)", "next new step, s: mean (max)",

@@ -85,6 +85,16 @@ def newest_checkpoint(run: Path) -> Path | None:
     return max(folders, key=lambda path: path.name, default=None)
 
 
+def keep(run: Path, folder: Path) -> None:
+    """Copy a run's metrics, events and last checkpoint."""
+    shutil.rmtree(folder, ignore_errors=True)
+    newest = newest_checkpoint(run)
+    assert newest is not None
+    shutil.copytree(newest, folder / "checkpoints" / newest.name)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        shutil.copy(run / name, folder / name)
+
+
 def largest_difference(a: Path, b: Path) -> dict[str, float]:
     """The largest absolute difference of any element between two checkpoints, for weights and each moment."""
     worst: dict[str, float] = {}

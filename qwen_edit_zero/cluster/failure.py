@@ -50,6 +50,7 @@ _GONE = "another rank ended without a word (killed, or out of memory?); see its 
 
 _watch: Watch | None = None
 _ending = threading.Event()
+_asked = threading.Event()  # somebody asks this process to end while it is about to
 
 
 def watch(store: Store, rank: int, world_size: int) -> None:
@@ -82,9 +83,22 @@ def expect_signs_within(seconds: float) -> None:
         _watch.silence = seconds
 
 
+def whereabouts() -> list[Seen]:
+    """Where all ranks were last seen; nothing on ranks that do not look, or before all have been."""
+    if _watch is None:
+        return []
+    with _watch.lock:
+        return _watch.pulse.everyone()
+
+
 def is_ending() -> bool:
     """Whether this process is about to end, and settles with others what is said of it."""
     return _ending.is_set()
+
+
+def asked_meanwhile() -> None:
+    """A signal has asked this process to end while it was ending: before ranks have met, its launcher knows why."""
+    _asked.set()
 
 
 def alarm(text: str) -> None:
@@ -171,7 +185,8 @@ def _end_before_meeting(failure: Failure) -> NoReturn:
         last_words.leave(failure.status)
     if failure.asked:
         last_words.leave(failure.status)  # by a launcher, perhaps, because another rank failed: that one tells why
-    time.sleep(GRACE_SECONDS if guess_ranks()[1] == 0 else 2 * GRACE_SECONDS)  # the launcher ends this one meanwhile
+    if _asked.wait(GRACE_SECONDS if guess_ranks()[1] == 0 else 2 * GRACE_SECONDS):
+        last_words.leave(failure.status)  # the launcher ends this one, since another has failed, and told why
     is_there = True if place is None else _ask_rank_0(failure, place, GRACE_SECONDS)
     say(failure.shown(alone=True))
     if place is not None and not is_there and place.local_rank == 0:

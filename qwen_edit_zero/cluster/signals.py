@@ -43,7 +43,11 @@ class _Listener:
 
     def _listen(self) -> None:
         while data := os.read(self._read, 1):
-            if data[0] in ASKING and not self.leaving and not failure.is_ending():
+            if data[0] not in ASKING:
+                continue
+            if failure.is_ending():
+                failure.asked_meanwhile()
+            elif not self.leaving:
                 self._act(signal.Signals(data[0]))
 
     def _act(self, number: signal.Signals) -> None:

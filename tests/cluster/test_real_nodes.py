@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -117,3 +119,24 @@ def test_launch_runs_torchrun_on_every_node_of_a_hostfile(nodes: Nodes, referenc
     ended = nodes.run("node1", *command, "--engine", "ddp", *reference.arguments("launch")[1:], cwd=ROOT)
     assert_good(nodes, ended)
     reference.check("launch")
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_job_whose_rank_on_another_node_was_killed(nodes: Nodes, reference: Reference) -> None:
+    """torchrun counts the restart on the node of that rank alone; the ranks meet all the same."""
+    names = ("node1", "node2")
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"{nodes.address('node1')}:29511", "--rdzv_id", "again"]
+    command = [BIN / "torchrun", "--nnodes", "2", "--nproc_per_node", "1", "--max_restarts", "1", *meeting]
+    job = [TRAIN, "--engine", "ddp", *reference.arguments("restarted")]
+    agents = [nodes.start(name, *command, *job, cwd=ROOT) for name in names]
+    begun = []
+    for line in agents[0].stdout or ():
+        begun.append(line)
+        if "training steps 1 to 3" in line:
+            break
+    (rank,) = [pid for pid, line in nodes.processes("node2").items() if TRAIN in line and "torchrun" not in line]
+    os.kill(rank, signal.SIGKILL)
+    for ended in (nodes.end(agent) for agent in agents):
+        assert ended.status == 0, "".join(begun) + ended.text
+    assert not nodes.left()
+    reference.check("restarted")
