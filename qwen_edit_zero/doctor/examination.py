@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from qwen_edit_zero.cluster import failure, process_group
+from qwen_edit_zero.cluster import process_group
 from qwen_edit_zero.cluster.collectives import from_rank_0, gather_numbers, gather_objects
 from qwen_edit_zero.cluster.device_setup import set_numerics
 from qwen_edit_zero.cluster.identity import Identity
+from qwen_edit_zero.cluster.pulse import position
 from qwen_edit_zero.doctor import clocks, gpus, machine, network, speeds
 from qwen_edit_zero.doctor.agreement import SUBJECTS, NodeFacts, compare, differing
 from qwen_edit_zero.doctor.facts import Facts
@@ -30,13 +29,14 @@ from qwen_edit_zero.doctor.places import look as look_at_places
 from qwen_edit_zero.doctor.reading import read_rate, sample_pictures, unreadable
 from qwen_edit_zero.doctor.report import Report, write_json
 from qwen_edit_zero.doctor.sharing import Answer, Asked, Question, answer
+from qwen_edit_zero.doctor.standstill import ENDS_SECONDS, WAITING, Phase, deadline
 from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
 from qwen_edit_zero.errors import ModelFolderError, QwenEditError
 from qwen_edit_zero.settings.load import LoadedSettings
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.training.stragglers import DeviceProbe
 
-SECONDS = 30.0  # that ranks are waited for, and about what the rest may take
+SECONDS = 30.0  # that ranks are waited for
 _PROBES = 3
 _PATIENCE_SECONDS = 8.0  # until what another node has written must be seen
 
@@ -55,14 +55,6 @@ class _Record:
     model_error: str
 
 
-@dataclass
-class _Phase:
-    """What is going on, for whoever has to say that it does not end."""
-
-    name: str = "the meeting of all ranks"
-    ended: threading.Event = field(default_factory=threading.Event)
-
-
 def examine(loaded: LoadedSettings, identity: Identity, *, seconds: float, json_path: Path | None = None) -> int:
     """Look at everything, and show it on rank 0; returns the exit status on every rank: 0, or 2 if something must be
     mended. `seconds`: how long ranks are waited for. Raises ClusterError if they do not meet."""
@@ -78,7 +70,7 @@ def examine(loaded: LoadedSettings, identity: Identity, *, seconds: float, json_
     )
     set_numerics(settings, started)
     try:
-        with _deadline(identity.rank, max(120.0, 6 * seconds)) as phase:
+        with deadline(identity.rank, max(ENDS_SECONDS, 3 * seconds)) as phase:
             examination = _Examination(settings, identity, started, environ, seconds, phase)
             report = examination.report(began)
         if identity.rank == 0:
@@ -100,7 +92,7 @@ class _Examination:
         device: torch.device,
         environ: dict[str, str],
         seconds: float,
-        phase: _Phase,
+        phase: Phase,
     ) -> None:
         self.settings, self.identity, self.device = settings, identity, device
         self.environ, self.seconds, self.phase = environ, seconds, phase
@@ -112,8 +104,9 @@ class _Examination:
 
     def report(self, began: float) -> Report:
         """All findings; collective. What is measured is the same on all ranks, the findings are right on rank 0."""
-        self._say("who is where")
+        self._say("who is where", by_all=True)
         self.nodes = group_nodes(gather_objects(node_key()))
+        position.at(WAITING)
         facts, record = self._look() if self.is_leader else (None, None)
         gathered: list[_Record | None] = gather_objects(record)
         records = {node.name: told for node in self.nodes if (told := gathered[node.leader]) is not None}
@@ -139,30 +132,38 @@ class _Examination:
         """What a checkpoint takes, if the model can be read here."""
         return None if self.folder is None else needs_of(self.settings, self.folder)
 
-    def _say(self, name: str) -> None:
+    def _say(self, name: str, *, by_all: bool = False) -> None:
         self.phase.name = name
+        position.at(name if by_all or self.is_leader else WAITING)
         if self.rank == 0:
             print(f"doctor: {name} ...", flush=True)
 
     def _look(self) -> tuple[NodeFacts, _Record]:
         error = ""
         rate = None
+        position.at(f"reading the model {self.settings.model.path}")
         try:
             self.folder = open_model_folder(self.settings.model.path, without_weights=True)
             rate = read_rate(self.folder)
         except (ModelFolderError, OSError) as problem:
             error = str(problem)
+        position.at("reading code, packages, manifest and model")
         facts = NodeFacts(self.settings, self.folder, self.environ)
-        return facts, _Record(
+        position.at("looking at run.dir, the cache, the backup")
+        places = look_at_places(self.places)
+        position.at("asking nvidia-smi, and about memory and interfaces")
+        record = _Record(
             digests=facts.digests(),
             counts={subject: facts.count(subject) for subject in SUBJECTS},
-            places=look_at_places(self.places),
+            places=places,
             machine=machine.look(),
             health=gpus.health() if self.device.type == "cuda" else None,
             interface=network.look(self.backend, os.environ),
             read_rate=rate,
             model_error=error,
         )
+        position.at(WAITING)
+        return facts, record
 
     def _software(self, facts: NodeFacts | None, records: dict[str, _Record]) -> list[Finding]:
         self._say("code, packages, settings, data and model")
@@ -202,7 +203,9 @@ class _Examination:
         pictures, why = from_rank_0(self._pictures() if self.rank == 0 else None)
         if not pictures:
             return [*found, self._not_tried(why)]
+        position.at("reading pictures of samples")
         mine = unreadable(pictures, self.settings) if self.is_leader else ""
+        position.at(WAITING)
         told_wrong = gather_objects(mine)
         faults: dict[str, list[str]] = {}
         for node in self.nodes:
@@ -241,6 +244,7 @@ class _Examination:
             if self.is_leader:
                 number = next(n for n, node in enumerate(self.nodes) if node.leader == self.rank)
                 mine = [answer(question, number, patience=self.patience) for question in questions]
+            position.at(WAITING)
             told = gather_objects(mine)
             found = [self._space(place, seen[i]) for i, place in enumerate(self.places)]
             if self.rank == 0:
@@ -262,7 +266,7 @@ class _Examination:
         return settle(place, self.nodes, asked, answers, seen, patience=self.patience)
 
     def _machines(self, records: dict[str, _Record]) -> list[Finding]:
-        self._say("machines")
+        self._say("machines", by_all=True)
         everyone: list[gpus.Gpu | None] = gather_objects(gpus.look(self.device))
         healths = {name: told.health for name, told in records.items() if told.health is not None}
         ahead = clocks.offsets(clocks.readings(self.device))
@@ -278,7 +282,7 @@ class _Examination:
         return found
 
     def _speed(self, records: dict[str, _Record]) -> tuple[Measured, list[Finding]]:
-        self._say("devices and network")
+        self._say("devices and network", by_all=True)
         probe = DeviceProbe(self.device)
         mine = torch.tensor([min(probe.seconds() for _ in range(_PROBES))], dtype=torch.float64)
         seconds = gather_numbers(mine, self.device)[:, 0].tolist()
@@ -290,25 +294,3 @@ class _Examination:
             found.append(speeds.judge_reading(rates))
         measured = measure(self.nodes, self.rank, self.device, self.seconds / 2)
         return measured, found + speeds.judge_links(measured, self.nodes)
-
-
-@contextmanager
-def _deadline(rank: int, seconds: float) -> Iterator[_Phase]:
-    """End the job with a word where it stands still, as NCCL does if nodes cannot reach each other."""
-    phase = _Phase()
-
-    def watch() -> None:
-        if not phase.ended.wait(seconds + (0 if rank == 0 else 10)):
-            failure.end_now(
-                f"the doctor has not ended within {seconds:.0f} s; it was at: {phase.name}. Ranks have met, but do not "
-                "get data through: look at the interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME) and the firewall; "
-                "NCCL_DEBUG=INFO tells more",
-                2,
-                asked=False,
-            )
-
-    threading.Thread(target=watch, name="doctor-deadline", daemon=True).start()
-    try:
-        yield phase
-    finally:
-        phase.ended.set()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
-OF_ONE_MACHINE = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "ramfs", "f2fs", "vfat"}
 # Buckets that look like folders: a rename is a copy, file by file, and others see it half done
 _BUCKETS = re.compile(r"fuse\.(s3fs|goofys|gcsfuse|mount-s3|ossfs2?|rclone|blobfuse2?|cosfs|obsfs|tosfs)")
 
@@ -25,11 +24,6 @@ class FileSystem:
 
     def __str__(self) -> str:
         return f"{self.kind} ({self.source} on {self.mount})"
-
-    @property
-    def is_of_one_machine(self) -> bool:
-        """Whether no other machine can see it, unless it is exported."""
-        return self.kind in OF_ONE_MACHINE
 
     @property
     def renames_whole(self) -> bool:

@@ -62,7 +62,7 @@ def test_command(page: str, command: str, finished_run: Path, recipe: str, tmp_p
         words = words[1:]
     script = next((w for w in words if w.endswith(TRAIN)), None)
     fills = words[:2] == ["qwen-edit-zero", "cache"] and words[2] not in cache_command.VERBS
-    if script or words[:2] == ["qwen-edit-zero", "train"] or fills:
+    if script or words[:2] in (["qwen-edit-zero", "train"], ["qwen-edit-zero", "doctor"]) or fills:
         arguments = words[words.index(script) + 1 :] if script else words[2:]
         ended = run("python", *arguments, *([] if "--print-settings" in words else ["--print-settings"]), cwd=ROOT)
         assert ended.status == 0, ended.text

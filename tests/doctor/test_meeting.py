@@ -10,9 +10,11 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from qwen_edit_zero.cluster.identity import Identity
+from qwen_edit_zero.cluster.pulse import Seen
 from qwen_edit_zero.doctor import clocks, meeting
 from qwen_edit_zero.doctor.findings import Level
 from qwen_edit_zero.doctor.meeting import RollCall, absence_text, rank_hosts
+from qwen_edit_zero.doctor.standstill import standstill
 from qwen_edit_zero.errors import ClusterError
 from tests.ranks import free_port, run_ranks
 
@@ -66,3 +68,15 @@ def test_a_clock_that_is_behind_is_named() -> None:
     assert found.text.endswith("s behind the others on node3")
     assert found.text.startswith(("7.0 ", "6.9 ", "7.1 "))
     assert clocks.judge({"node1": 0.0, "node2": 0.4}).level is Level.OK
+
+
+def test_the_rank_that_the_others_wait_for_is_named() -> None:
+    waiting = [Seen(rank, f"node{rank}", 40 + rank, 0, 5, "waiting for the others") for rank in range(8)]
+    late = Seen(8, "node8", 48, 0, 4, "reading the model /models/x")
+    text = standstill(90, "folders", [*waiting, late])
+    assert text.startswith(
+        "the doctor has not ended within 90 s, at: folders. The others wait for rank 8 (node8, process 48), reading "
+        "the model /models/x; look at that node"
+    )
+    assert "do not get data through" in standstill(90, "devices and network", waiting)
+    assert "do not get data through" in standstill(90, "devices and network", [])
