@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from qwen_edit_zero.edit_data.batches.batch import EditBatch
-from qwen_edit_zero.edit_model.flops import training_flops
 from qwen_edit_zero.edit_model.flow import FlowMatching
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.edit_model.loss import flow_losses
 from qwen_edit_zero.edit_model.sizes import token_count
+from qwen_edit_zero.planning.flops import training_flops
 from qwen_edit_zero.settings.models import Settings
 
 
@@ -22,7 +22,7 @@ class EditTask:
     def __init__(self, folder: ModelFolder, settings: Settings) -> None:
         self._flow = FlowMatching(settings.flow, folder.scheduler_config, seed=settings.run.seed)
         self._config = folder.transformer_config
-        self._adapters_only = settings.model.lora is not None
+        self._settings = settings.model
         self._mask_weight = settings.data.mask_weight
 
     def losses(self, forward: Callable[..., Any], batch: EditBatch) -> torch.Tensor:
@@ -40,10 +40,7 @@ class EditTask:
         )
 
     def flops(self, batch: EditBatch) -> float:
-        """Forward and backward of the real samples; recomputation and fillers are no useful work, so not counted.
-
-        Frozen layers count as if they trained, but for LoRA, where the base's weight gradients are left out.
-        """
+        """Forward and backward of the real samples; recomputation and fillers are no useful work, so not counted."""
         shapes = [tuple(t.shape) for t in (batch.target_latents, *batch.reference_latents)]
         real = 0 if batch.filler else len(batch)
         one = training_flops(
@@ -51,6 +48,6 @@ class EditTask:
             image_tokens=token_count(*shapes),
             text_tokens=batch.prompt_embeds.shape[1],
             checkpointing=False,
-            adapters_only=self._adapters_only,
+            settings=self._settings,
         )
         return float(real * one)
