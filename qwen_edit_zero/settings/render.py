@@ -36,10 +36,11 @@ def _lines(values: Mapping[str, Any], path: tuple[str, ...], sources: Mapping[st
             lines.append((f"{indent}{key}:", ""))
             lines += _lines(value, at, sources)
         else:
-            lines.append((f"{indent}{key}: {_inline(value)}", sources.get(".".join(at), "")))
+            lines.append((f"{indent}{key}: {inline(value)}", sources.get(".".join(at), "")))
     return lines
 
 
-def _inline(value: Any) -> str:
+def inline(value: Any) -> str:
+    """A value in YAML, on one line."""
     text: str = yaml.dump(value, Dumper=CoreSchemaDumper, default_flow_style=True, allow_unicode=True, width=10**9)
     return text.removesuffix("\n").removesuffix("\n...")
