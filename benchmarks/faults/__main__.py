@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--engine", default="fsdp2", choices=["fsdp2", "ddp", "zero1", "zero2", "zero3"])
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/faults"))
     parser.add_argument("--cache", type=Path, help="of encoded pictures, to keep from one campaign to the next")
+    parser.add_argument("--calm", type=Path, help="an undisturbed run to compare with; else one is made at the end")
     given = parser.parse_args()
 
     from tests.cluster.lab import missing
@@ -84,18 +85,19 @@ def _measure(given: argparse.Namespace, folder: Path) -> None:
         steps = training.last_step(run) + 3
         last = campaign.finish(command(run, steps))
         assert last.launcher.returncode == 0, last.text()
-        say(f"{len(campaign.outcomes)} faults, {steps} steps; now the same without faults")
-        reference = campaign.finish(command(calm, steps), 7200)
-        assert reference.launcher.returncode == 0, reference.text()
-    for path in (run, calm):  # what the report is made of
-        training.keep(path, given.out / path.name)
-    measured = {"outcomes": as_json(campaign.outcomes), "points": recorder.points, "seconds": seconds,
-                "unplanned": campaign.unplanned}  # fmt: skip
-    (given.out / "measured.json").write_text(json.dumps(measured), encoding="utf-8")
-    result = report.result(
-        given.out / run.name, given.out / calm.name, campaign.outcomes, recorder.points, seconds,
-        seed=given.seed, engine=given.engine, unplanned=campaign.unplanned,
-    )  # fmt: skip
+        say(f"{len(campaign.outcomes)} faults, {steps} steps")
+        measured = {
+            "outcomes": as_json(campaign.outcomes), "points": recorder.points, "seconds": seconds, "seed": given.seed,
+            "engine": given.engine, "unplanned": campaign.unplanned,
+        }  # fmt: skip
+        (given.out / "measured.json").write_text(json.dumps(measured), encoding="utf-8")
+        training.keep(run, given.out / run.name)
+        if given.calm is None:
+            say("now the same without faults")
+            reference = campaign.finish(command(calm, steps), 7200)
+            assert reference.launcher.returncode == 0, reference.text()
+            training.keep(calm, given.out / calm.name)
+    result = report.result(given.out / run.name, given.calm or given.out / calm.name, measured)
     (given.out / "faults.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     text = report.markdown(result)
     (given.out / "faults.md").write_text(text, encoding="utf-8")

@@ -9,44 +9,37 @@ from typing import Any
 
 from benchmarks.engines.tables import Table
 from benchmarks.faults import training
-from benchmarks.faults.campaign import Outcome, as_json
+from qwen_edit_zero.checkpoints.layout import checkpoint_name
 
 _COLOURS = ("#1f5fbf", "#c8322b", "#2e8b57", "#b8860b", "#7b4fa3", "#6d7681")
 _MARKERS = "osD^v"
 
 
-def result(
-    run: Path, calm: Path, outcomes: Sequence[Outcome], points: Sequence[tuple[float, int]], seconds: float,
-    *, seed: int, engine: str, unplanned: int,
-) -> dict[str, Any]:  # fmt: skip
+def result(run: Path, calm: Path, measured: dict[str, Any]) -> dict[str, Any]:
     """Everything that was measured. Compares the disturbed run with the calm one, step by step and at the end."""
     rows, expected = training.recorded(run), training.recorded(calm)
-    a, b = training.newest_checkpoint(run), training.newest_checkpoint(calm)
-    assert a is not None
-    assert b is not None
-    assert a.name == b.name
-    same = sum(str(rows[step][key]) == str(expected[step][key]) for step in rows for key in ("loss", "grad_norm"))
+    last = training.last_common_checkpoint(run, calm)
+    a, b = (path / "checkpoints" / checkpoint_name(last) for path in (run, calm))
+    same = sum(
+        str(rows[step][key]) == str(expected[step][key]) for step in range(1, last + 1) for key in ("loss", "grad_norm")
+    )
     told = training.events(run)
     skipped = [event["step"] for event in told if event["event"] == "skipped"]
     computing = [row["step_seconds"] for row in expected.values()]
-    return {
-        "seed": seed,
-        "engine": engine,
-        "unplanned": unplanned,
-        "seconds": round(seconds, 1),
+    outcomes, seconds = measured["outcomes"], measured["seconds"]
+    return measured | {
         "steps": len(rows),
         "faults": len(outcomes),
-        "survived": sum(outcome.survived for outcome in outcomes),
+        "survived": sum(outcome["survived"] for outcome in outcomes),
+        "compared_step": last,
         "largest_difference": training.largest_difference(a, b),
-        "same_losses": same / (2 * len(rows)),
+        "same_losses": same / (2 * last),
         "bad_sample_steps": len(set(skipped)),
         "starts": max(event["start"] for event in told),
         "effective": sum(row["step_seconds"] for row in rows.values()) / seconds,
-        "done_again": sum(outcome.lost_steps for outcome in outcomes),
+        "done_again": sum(outcome["lost_steps"] for outcome in outcomes),
         "step_seconds": statistics.median(row["step_seconds"] for row in rows.values()),
         "calm_step_seconds": statistics.median(computing),
-        "outcomes": as_json(list(outcomes)),
-        "points": list(points),
     }
 
 
@@ -61,8 +54,9 @@ def markdown(found: dict[str, Any]) -> str:
     notes = (
         f"{found['faults']} faults in {found['seconds'] / 60:.1f} minutes, seed {found['seed']}, {found['engine']}; "
         f"{found['survived']} survived ({found['survived'] / found['faults']:.0%}). {found['starts']} starts, "
-        f"{found['steps']} steps. Final weights and moments of the disturbed and the calm run: {equal}; losses and "
-        f"gradient norms of steps that are the same to the bit: {found['same_losses']:.1%}. A sample whose latents are "
+        f"{found['steps']} steps. Weights and moments of the disturbed and the calm run after step "
+        f"{found['compared_step']}: {equal}; losses and gradient norms of all steps that are the same to the bit: "
+        f"{found['same_losses']:.1%}. A sample whose latents are "
         f"NaN was met and its step skipped {found['bad_sample_steps']} times, in both runs alike. Effective training "
         f"time (steps that count, of the time from the first start to the last): {found['effective']:.0%}; "
         f"{found['done_again']} steps were done twice. "

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qwen_edit_zero.checkpoints.layout import checkpoint_folders
+from qwen_edit_zero.checkpoints.layout import checkpoint_folders, step_of
 from qwen_edit_zero.checkpoints.reader import CheckpointReader
 from qwen_edit_zero.edit_data.cache.shard import DTYPES, ShardWriter, read_records, strike
 
@@ -85,12 +85,16 @@ def newest_checkpoint(run: Path) -> Path | None:
     return max(folders, key=lambda path: path.name, default=None)
 
 
+def last_common_checkpoint(a: Path, b: Path) -> int:
+    """The last step of which both runs have a checkpoint."""
+    found = [{step_of(path) for path in checkpoint_folders(run / "checkpoints")} for run in (a, b)]
+    return max(step for step in found[0] & found[1] if step is not None)
+
+
 def keep(run: Path, folder: Path) -> None:
-    """Copy a run's metrics, events and last checkpoint."""
+    """Copy a run's metrics, events and checkpoints."""
     shutil.rmtree(folder, ignore_errors=True)
-    newest = newest_checkpoint(run)
-    assert newest is not None
-    shutil.copytree(newest, folder / "checkpoints" / newest.name)
+    shutil.copytree(run / "checkpoints", folder / "checkpoints")
     for name in ("metrics.jsonl", "events.jsonl"):
         shutil.copy(run / name, folder / name)
 

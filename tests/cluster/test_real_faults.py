@@ -46,7 +46,8 @@ def rank_on(nodes: Nodes, name: str) -> int:
     """The process of the rank that runs on a node, as seen from here."""
     launchers = ("launcher.launch", "torchrun", "/deepspeed ", "mpirun", "srun", "bash ")
     lines = nodes.processes(name)
-    return next(pid for pid, line in lines.items() if "train.py" in line and not any(w in line for w in launchers))
+    found = {pid: line.partition("train.py") for pid, line in lines.items()}
+    return next(pid for pid, (how, script, _) in found.items() if script and not any(w in how for w in launchers))
 
 
 def train_until(folder: Path, step: int, started: Started | None = None) -> None:
