@@ -95,8 +95,8 @@ class NodeFacts:
         }
 
     def digests(self) -> dict[str, str]:
-        """One of each subject that there is something of."""
-        return {subject: digest(facts) for subject, facts in self._facts.items() if facts}
+        """One of each subject, but of a model or manifests that this node has nothing of."""
+        return {s: digest(facts) for s, facts in self._facts.items() if facts or s not in ("model", "data")}
 
     def count(self, subject: str) -> int:
         """How many facts there are of a subject."""

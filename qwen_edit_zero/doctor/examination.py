@@ -106,7 +106,7 @@ class _Examination:
         """All findings; collective. What is measured is the same on all ranks, the findings are right on rank 0."""
         self._say("who is where", by_all=True)
         self.nodes = group_nodes(gather_objects(node_key()))
-        position.at(WAITING)
+        self._say("each node by itself")
         facts, record = self._look() if self.is_leader else (None, None)
         gathered: list[_Record | None] = gather_objects(record)
         records = {node.name: told for node in self.nodes if (told := gathered[node.leader]) is not None}
@@ -236,34 +236,34 @@ class _Examination:
 
     def _folders(self, records: dict[str, _Record]) -> list[Finding]:
         self._say("folders")
-        seen = [{name: told.places[i] for name, told in records.items()} for i in range(len(self.places))]
+        seen = {p: {name: told.places[i] for name, told in records.items()} for i, p in enumerate(self.places)}
         asked = [Asked(place.path) for place in self.places] if self.rank == 0 else []
         try:
-            questions: list[Question] = from_rank_0([one.question for one in asked])
+            both = zip(self.places, asked, strict=False)
+            questions: list[Question] = from_rank_0([one.question for place, one in both if place.by_all])
             mine: list[Answer] = []
             if self.is_leader:
                 number = next(n for n, node in enumerate(self.nodes) if node.leader == self.rank)
                 mine = [answer(question, number, patience=self.patience) for question in questions]
             position.at(WAITING)
             told = gather_objects(mine)
-            found = [self._space(place, seen[i]) for i, place in enumerate(self.places)]
-            if self.rank == 0:
-                for i, (place, one) in enumerate(zip(self.places, asked, strict=True)):
-                    found.append(self._shared(place, one, [told[node.leader][i] for node in self.nodes], seen[i]))
+            found = [judge_space(place, seen[place], self.needs) for place in self.places]
+            answers = iter(zip(*(told[node.leader] for node in self.nodes), strict=True))
+            for place, one in zip(self.places, asked, strict=False):
+                found.append(self._shared(place, one, next(answers) if place.by_all else (), seen[place]))
             return found
         finally:
             for one in asked:
                 one.clean()
 
-    def _space(self, place: Place, seen: dict[str, Seen]) -> Finding:
-        return judge_space(place, seen, self.needs)
-
     def _shared(self, place: Place, asked: Asked, answers: Sequence[Answer], seen: dict[str, Seen]) -> Finding:
-        if len(self.nodes) == 1 and not asked.question.error:
-            where = seen[self.nodes[0].name].file_system
-            text = f"{place.setting} {place.path} can be written ({where}); there is one node alone"
-            return Finding("folders", "shared", Level.UNCHECKED, text)
-        return settle(place, self.nodes, asked, answers, seen, patience=self.patience)
+        first = self.nodes[0].name
+        if asked.question.error or (len(self.nodes) > 1 and place.by_all):
+            return settle(place, self.nodes, asked, answers, seen, patience=self.patience)
+        text = f"{place.setting} {place.path} can be written ({seen[first].file_system})"
+        if not place.by_all:
+            return Finding("folders", "backup", Level.OK, f"{text} by {first}, which makes the copies")
+        return Finding("folders", "shared", Level.UNCHECKED, f"{text}; there is one node alone")
 
     def _machines(self, records: dict[str, _Record]) -> list[Finding]:
         self._say("machines", by_all=True)

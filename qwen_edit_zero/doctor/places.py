@@ -21,11 +21,13 @@ _STEPS = "step-*"
 
 @dataclass(frozen=True)
 class Place:
-    """A folder, the setting that names it, and how many checkpoints come into it."""
+    """A folder, the setting that names it, and how many checkpoints come into it. `by_all`: all nodes use it, so that
+    they must share it; else rank 0's node alone."""
 
     setting: str
     path: Path
     checkpoints: int
+    by_all: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def places_of(settings: Settings) -> list[Place]:
     backup = settings.checkpoint.backup
     if backup is not None and (backup.startswith("file://") or "://" not in backup):
         place = Path(backup.removeprefix("file://")).expanduser().absolute() / settings.run.name
-        found.append(Place("checkpoint.backup", place, found[0].checkpoints))
+        found.append(Place("checkpoint.backup", place, found[0].checkpoints, by_all=False))
     return found
 
 
@@ -56,8 +58,9 @@ def look(places: Sequence[Place]) -> list[Seen]:
 
 
 def judge_space(place: Place, seen: Mapping[str, Seen], needs: Needs | None) -> Finding:
-    """Whether there is room for checkpoints; `seen` by node, of which the one with least room counts."""
-    known = {name: found.free for name, found in seen.items() if found.free is not None}
+    """Whether there is room for checkpoints: on the node with least; `seen` by node, rank 0's first."""
+    users = list(seen.items()) if place.by_all else list(seen.items())[:1]
+    known = {name: found.free for name, found in users if found.free is not None}
     if not known:
         return Finding("folders", "space", Level.UNCHECKED, f"{place.setting} {place.path}: its file system tells none")
     node = min(known, key=lambda name: known[name])

@@ -57,7 +57,8 @@ class QuickCheck:
         settings, rank = self._settings, self._identity.rank
         places = places_of(settings)
         facts = NodeFacts(settings, folder, self._environ) if self._identity.local_rank == 0 else None
-        asked = [Asked(place.path) for place in places] if rank == 0 else []
+        shared = [place for place in places if place.by_all]
+        asked = [Asked(place.path) for place in shared] if rank == 0 else []
         try:
             record = None
             if facts is not None:
@@ -79,10 +80,11 @@ class QuickCheck:
             for subject in odd:
                 found += compare(subject, {node.name: heard[node.leader][0][subject] for node in nodes})
             needs = needs_of(settings, folder)
-            for i, (place, one) in enumerate(zip(places, asked, strict=True)):
-                seen = {name: told.places[i] for name, told in records.items()}
-                found.append(judge_space(place, seen, needs))
-                found.append(settle(place, nodes, one, [heard[node.leader][1][i] for node in nodes], seen))
+            seen = {p: {name: told.places[i] for name, told in records.items()} for i, p in enumerate(places)}
+            found += [judge_space(place, seen[place], needs) for place in places]
+            for i, (place, one) in enumerate(zip(shared, asked, strict=True)):
+                answers = [heard[node.leader][1][i] for node in nodes]
+                found.append(settle(place, nodes, one, answers, seen[place]))
             return found
         finally:
             for one in asked:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from qwen_edit_zero import cli
 from qwen_edit_zero.doctor.findings import Finding, Level
 from qwen_edit_zero.doctor.links import Measured, Speed
 from qwen_edit_zero.doctor.nodes import Node
@@ -56,6 +57,11 @@ def test_options_of_the_doctor_need_it() -> None:
     assert parse_train_arguments(["--doctor", "--timeout", "60"]).doctor_seconds == 60.0
 
 
+def test_help_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: qwen-edit-zero doctor [RECIPE.yaml]")
+
+
 def doctor(rank: int, world: int, *arguments: str) -> tuple[int, str]:
     from qwen_edit_zero import train
 
@@ -66,10 +72,12 @@ def doctor(rank: int, world: int, *arguments: str) -> tuple[int, str]:
 
 def test_two_ranks_of_this_machine_are_ready(recipe: str, tmp_path: Path) -> None:
     told = tmp_path / "told.json"
-    arguments = (recipe, f"run.dir={tmp_path}", "--engine", "ddp", "--json", str(told))
+    backup = f"checkpoint.backup={tmp_path}/backup"
+    arguments = (recipe, f"run.dir={tmp_path}", backup, "--engine", "ddp", "--json", str(told))
     (status, text), (other, silence) = run_ranks(doctor, 2, *arguments, init_process_group=False)
     assert (status, other, silence) == (0, 0, "")
     assert "ready to train: " in text
+    assert f" backup checkpoint.backup {tmp_path}/backup/small can be written (" in " ".join(text.split())
     found = json.loads(told.read_text())
     assert {f["name"] for f in found["findings"]} >= {"code", "packages", "settings", "samples", "space", "all-reduce"}
     assert [path.name for path in tmp_path.iterdir()] == ["told.json"]

@@ -49,6 +49,12 @@ def test_room_for_one_checkpoint_is_a_must_and_for_all_kept_a_wish(tmp_path: Pat
     assert found.level is level
 
 
+def test_a_backup_needs_room_on_rank_0s_node_alone() -> None:
+    place = Place("checkpoint.backup", Path("/backup"), 4, by_all=False)
+    seen = {"node1": Seen(DISK, 10**12), "node2": Seen(DISK, 5)}
+    assert judge_space(place, seen, Needs(1, 1, 10**10)).level is Level.OK
+
+
 def test_places_are_those_outside_of_the_run_folder(tmp_path: Path) -> None:
     overrides = (f"run.dir={tmp_path}", "run.name=a", "checkpoint.backup=/backup", "checkpoint.keep=2")
     inside = places_of(load_settings(None, overrides=overrides).settings)
@@ -56,6 +62,7 @@ def test_places_are_those_outside_of_the_run_folder(tmp_path: Path) -> None:
         ("run.dir", f"{tmp_path}/a", 3),
         ("checkpoint.backup", "/backup/a", 3),
     ]
+    assert [p.by_all for p in inside] == [True, False]  # rank 0 alone makes the copies
     stored = ("checkpoint.backup=s3://bucket/x", "data.cache_dir=/cache")
     assert [p.setting for p in places_of(load_settings(None, overrides=stored).settings)] == [
         "run.dir",
