@@ -235,9 +235,10 @@ class _Run:
 
     def _preempted(self, stopped: StepMetrics) -> int:
         """Tell who was asked to end. Collective."""
-        asked = [(rank, name) for rank, name in enumerate(gather_objects(signals.requested())) if name is not None]
-        rank, name = asked[0]
-        where = "" if len(asked) == self.world else f" (rank {rank})"
+        told = enumerate(gather_objects((signals.requested(), socket.gethostname())))
+        asked = [(rank, name, host) for rank, (name, host) in told if name is not None]
+        rank, name, host = asked[0]
+        where = "" if len(asked) == self.world else f" (rank {rank}, {host})"
         self.chronicle.event("preempted", step=stopped.step, signal=name, rank=rank)
         self.chronicle.end(f"preempted by {name}", START_AGAIN)
         self.say(
