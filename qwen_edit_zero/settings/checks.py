@@ -56,6 +56,7 @@ def cross_field_problems(settings: Settings, sources: Mapping[str, str]) -> list
     _engine(report)
     _average(report)
     _sampling(report)
+    _validation(report)
     _instructions(report)
     _augmentation(report)
     return report.lines
@@ -192,11 +193,12 @@ def _average(report: _Report) -> None:
         return
     ema = report.at("optimizer.ema")
     report.no_effect(("optimizer.ema_warmup",), f"{ema} keeps no average")
-    if report.settings.sampling.weights == "ema":
-        report.add(
-            f"{report.at('sampling.weights')} asks for pictures of averaged weights, but {ema} keeps none; set "
-            "optimizer.ema (to 0.9999, say), or leave out sampling.weights"
-        )
+    for section, what in (("sampling", "pictures"), ("validation", "the held-out loss")):
+        if getattr(report.settings, section).weights == "ema":
+            report.add(
+                f"{report.at(f'{section}.weights')} asks for {what} of averaged weights, but {ema} keeps none; set "
+                f"optimizer.ema (to 0.9999, say), or leave out {section}.weights"
+            )
 
 
 def _augmentation(report: _Report) -> None:
@@ -227,8 +229,8 @@ def _instructions(report: _Report) -> None:
 
 
 def _sampling(report: _Report) -> None:
-    data, sampling = report.settings.data, report.settings.sampling
-    if data.validation is not None or data.manifest == "demo" or sampling.count == 0:
+    sampling = report.settings.sampling
+    if _has_held_out(report.settings) or sampling.count == 0:
         return
     for name in ("every", "count"):
         fallback = type(sampling).model_fields[name].default
@@ -237,6 +239,39 @@ def _sampling(report: _Report) -> None:
                 f"{report.at(f'sampling.{name}')} asks for pictures of held-out samples, but there are none; "
                 "name a manifest in data.validation, or set sampling.count to 0 and leave out sampling.every"
             )
+
+
+def _has_held_out(settings: Settings) -> bool:
+    data = settings.data
+    return data.validation is not None or data.validation_split is not None or data.manifest == "demo"
+
+
+def _validation(report: _Report) -> None:
+    validation, checkpoint = report.settings.validation, report.settings.checkpoint
+    if validation.every is None:
+        names = [
+            f"validation.{name}"
+            for name in ("samples", "sigmas", "weights", "seed")
+            if report.sources.get(f"validation.{name}") != "--fast-dev-run"
+        ]
+        report.no_effect(tuple(names), f"{report.at('validation.every')} computes no held-out loss")
+        if checkpoint.best_metric == "validation":
+            report.add(
+                f"{report.at('checkpoint.best_metric')} needs a held-out loss, but {report.at('validation.every')} "
+                "computes none; set validation.every to checkpoint.every, or to a number that divides it"
+            )
+        return
+    if not _has_held_out(report.settings):
+        report.add(
+            f"{report.at('validation.every')} asks for the loss on held-out samples, but there are none; name a "
+            "manifest in data.validation, or a split of data.manifest in data.validation_split"
+        )
+    if checkpoint.best_metric == "validation" and (checkpoint.every or 0) % validation.every:
+        report.add(
+            f"{report.at('checkpoint.best_metric')} goes by the held-out loss of each checkpoint's own step, but "
+            f"{report.at('checkpoint.every')} is no multiple of {report.at('validation.every')}, so that some "
+            "checkpoints would have none; make it one"
+        )
 
 
 def world_problems(settings: Settings, sources: Mapping[str, str], world_size: int) -> list[str]:

@@ -32,6 +32,7 @@ _FAST_DEV_RUN: dict[tuple[str, str], Any] = {
     ("run", "log_every"): 1,
     ("schedule", "warmup_steps"): 0,
     ("checkpoint", "every"): None,
+    ("validation", "samples"): 4,
     ("sampling", "every"): None,
     ("sampling", "count"): 1,
     ("sampling", "steps"): 2,

@@ -222,14 +222,25 @@ class CheckpointSettings(Section):
     keep: Positive | None = 3  # newest ones kept; None: all
     keep_every: Positive | None = None  # those of a multiple of this many steps stay for ever
     keep_best: Positive | None = None  # how many of the best by best_metric stay as well
-    # what is lowest in the best; loss: mean since the last checkpoint; step_loss: of its own step
-    best_metric: Literal["loss", "step_loss"] = "loss"
+    # what is lowest in the best; loss: mean since the last checkpoint; step_loss, validation: of its own step
+    best_metric: Literal["loss", "step_loss", "validation"] = "loss"
     asynchronous: bool = True  # write while training goes on, from a copy in host memory
     when_busy: Literal["wait", "skip"] = "wait"  # if one is due while another is still being written
     on_failure: Literal["stop", "warn"] = "stop"  # if one cannot be written; warn: train on, but the last one must be
     # reference: frozen parameters stay in the model folder, and are named; full: they are in every checkpoint, too
     frozen: Literal["reference", "full"] = "reference"
     backup: str | None = None  # a folder or fsspec URL that gets verified copies, in a folder run.name
+
+
+class ValidationSettings(Section):
+    """The loss on held-out samples, which are not trained on; see docs/run_folder.md."""
+
+    # optimizer steps between values, beside those before the first step and after the last; None: no such loss
+    every: Positive | None = None
+    samples: Positive = 64  # held-out samples taken at most, by a hash of their ids
+    sigmas: Positive = 4  # noise levels at which each is looked at, one from each of as many equal parts of (0, 1)
+    weights: Literal["model", "ema"] = "model"  # whose loss it is; ema: that of their running average
+    seed: NonNegative = 0  # of the choice of samples, noise and noise levels; runs are compared under the same
 
 
 class SamplingSettings(Section):
@@ -257,6 +268,7 @@ class Settings(Section):
     gpu: GpuSettings = GpuSettings()
     engine: EngineSettings = EngineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    validation: ValidationSettings = ValidationSettings()
     sampling: SamplingSettings = SamplingSettings()
 
     @field_validator("precision", mode="before")

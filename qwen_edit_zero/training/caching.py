@@ -131,8 +131,8 @@ class _Needs:
         specs = [SetSpec("train", table, making_of(settings, folder.variant, TrainingTexts(instructions)))]
         held_out = held_out_table(settings, most, index_folder=cache / MANIFESTS)
         if held_out is not None:
-            making = making_held_out(settings, folder.variant, instructions)
-            specs.append(SetSpec("held-out", held_out, making, required=False))
+            making = making_held_out(settings, folder.variant, instructions, held_out.pictured_ids())
+            specs.append(SetSpec("held-out", held_out.table, making, required=False))
         kinds = entry_kinds(settings, folder, self.dtype)
         with ConditioningCache(cache, *kinds, Ranks(), work=work) as opened:
             found = [

@@ -26,8 +26,10 @@ from qwen_edit_zero.edit_data.pictures.draws import variant_for
 from qwen_edit_zero.edit_model.encoders import ConditioningEncoder, about_latents, about_prompts
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.edit_model.sizes import PATCH, VAE_FACTOR
+from qwen_edit_zero.errors import DataError
 from qwen_edit_zero.settings.models import Settings
-from qwen_edit_zero.training.datasets import MANIFESTS, held_out_table, training_table
+from qwen_edit_zero.training.datasets import MANIFESTS, HeldOutTable, held_out_table, training_table
+from qwen_edit_zero.training.leakage import SameIds, leakage
 from qwen_edit_zero.training.making import making_held_out, making_of
 from qwen_edit_zero.training.progress import LateProgress
 from qwen_edit_zero.training.texts import TrainingTexts
@@ -74,12 +76,34 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
+class ValidationSet:
+    """Held-out samples whose loss is computed, cheap ones of a bucket first.
+
+    Attributes:
+        ids, categories, keys: n each; no category is "".
+        buckets: (n,) bucket of each, as a number.
+        available: samples in the whole held-out set.
+    """
+
+    ids: tuple[str, ...]
+    categories: tuple[str, ...]
+    keys: tuple[SampleKey, ...]
+    buckets: tuple[int, ...]
+    available: int
+
+
+@dataclass(frozen=True)
 class Conditioned:
-    """Everything that training needs of the data; pictures and frozen models are not needed any more."""
+    """Everything that training needs of the data; pictures and frozen models are not needed any more.
+
+    Attributes:
+        validation: None without `validation.every`.
+    """
 
     cache: ConditioningCache
     training: TrainingData
     held_out: HeldOut
+    validation: ValidationSet | None = None
 
 
 def encoder_dtype(settings: Settings, device: torch.device | str) -> torch.dtype:
@@ -124,13 +148,18 @@ def condition(
     most = settings.data.max_references if folder.variant.takes_several_references else 1
     indexes = cache_folder / MANIFESTS
     tables = [training_table(settings, most, rank=rank, index_folder=indexes, from_rank_0=from_rank_0)]
-    specs = [SetSpec("train", tables[0], making_of(settings, folder.variant, texts), observe=texts.count)]
     held_out = held_out_table(settings, most, rank=rank, index_folder=indexes, from_rank_0=from_rank_0)
+    same_ids = SameIds(() if held_out is None else (sample.id for sample in held_out.table))
+
+    def observe(sample: Sample) -> None:
+        texts.count(sample)
+        same_ids.look_at(sample)
+
+    specs = [SetSpec("train", tables[0], making_of(settings, folder.variant, texts), observe=observe)]
     if held_out is not None:
-        tables.append(held_out)
-        specs.append(
-            SetSpec("held-out", held_out, making_held_out(settings, folder.variant, instructions), required=False)
-        )
+        tables.append(held_out.table)
+        making = making_held_out(settings, folder.variant, instructions, held_out.pictured_ids())
+        specs.append(SetSpec("held-out", held_out.table, making, required=False))
     if rank == 0:
         print(tables[0].describe())
     dtype = encoder_dtype(settings, device)
@@ -156,11 +185,15 @@ def condition(
             _report(tables, prepared, left_out)
         _tell(ranks.exchange(texts.tally), rank)
         kept = tables[0].take(prepared[0].rows)
-        return Conditioned(
-            cache,
-            TrainingData(kept, prepared[0], instructions, settings.run.seed),
-            HeldOut((), (), ()) if held_out is None else _held_out(held_out, prepared[1], settings),
-        )
+        training = TrainingData(kept, prepared[0], instructions, settings.run.seed)
+        if held_out is None:
+            return Conditioned(cache, training, HeldOut((), (), ()))
+        found = same_ids.of_all(ranks.exchange)
+        if rank == 0:
+            for line in leakage(prepared[0], prepared[1], held_out.table, found):
+                print(f"warning: {line}")
+        pictured = _held_out(held_out, prepared[1], settings)
+        return Conditioned(cache, training, pictured, _validation(held_out, prepared[1], settings))
     except BaseException:
         cache.close()
         raise
@@ -168,11 +201,34 @@ def condition(
         encoder.close()
 
 
-def _held_out(table: SampleTable, prepared: PreparedSet, settings: Settings) -> HeldOut:
+def _held_out(held_out: HeldOutTable, prepared: PreparedSet, settings: Settings) -> HeldOut:
+    pictured = [i for i, row in enumerate(prepared.rows.tolist()) if row < held_out.pictured]
     return HeldOut(
-        tuple(table[int(row)] for row in prepared.rows),
-        tuple(prepared.key(i) for i in range(len(prepared))),
-        tuple(prepared.key(i, text=1) for i in range(len(prepared))) if settings.sampling.guidance > 1 else (),
+        tuple(held_out.table[int(prepared.rows[i])] for i in pictured),
+        tuple(prepared.key(i) for i in pictured),
+        tuple(prepared.key(i, text=1) for i in pictured) if settings.sampling.guidance > 1 else (),
+    )
+
+
+def _validation(held_out: HeldOutTable, prepared: PreparedSet, settings: Settings) -> ValidationSet | None:
+    """Raises DataError if no sample is left."""
+    if settings.validation.every is None:
+        return None
+    positions = np.flatnonzero(held_out.validated[prepared.rows])
+    if not len(positions):
+        raise DataError(
+            f"manifest {held_out.table.name}: validation.every asks for the loss on held-out samples, but none can be "
+            "used; name another in data.validation, or leave out validation.every"
+        )
+    order = np.lexsort((prepared.text_tokens()[positions], prepared.bucket_codes[positions]))
+    positions = positions[order]
+    samples = [held_out.table[row] for row in prepared.rows[positions].tolist()]
+    return ValidationSet(
+        tuple(sample.id for sample in samples),
+        tuple(sample.category or "" for sample in samples),
+        tuple(prepared.key(i)._replace(mask=None) for i in positions.tolist()),
+        tuple(prepared.bucket_codes[positions].tolist()),
+        held_out.available,
     )
 
 

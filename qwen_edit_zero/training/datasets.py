@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +38,58 @@ def training_table(
     return table[: settings.data.max_samples]
 
 
+@dataclass(frozen=True)
+class HeldOutTable:
+    """Held-out samples, and what each is for.
+
+    Attributes:
+        table: those to picture, in their order, and after them the others whose loss is computed.
+        pictured: how many of them, from the first, are pictured.
+        validated: (n,) bool, those whose loss is computed.
+        available: samples in the whole held-out set.
+    """
+
+    table: SampleTable
+    pictured: int
+    validated: npt.NDArray[np.bool_]
+    available: int
+
+    def pictured_ids(self) -> frozenset[str]:
+        """Ids of the samples to picture."""
+        return frozenset(sample.id for sample in self.table[: self.pictured])
+
+
 def held_out_table(
     settings: Settings, most_references: int, *, index_folder: Path, rank: int = 0, from_rank_0: Share = _alone
-) -> SampleTable | None:
-    """sampling.count held-out samples: the first of every category, then the second of every category ...; None if
-    there are none. Collective. Raises DataError, StorageError."""
-    data = settings.data
+) -> HeldOutTable | None:
+    """sampling.count held-out samples for pictures: the first of every category, then the second of every category ...;
+    and up to validation.samples for the loss, if there is to be one (`chosen_by_id`). None if none are wanted.
+    Collective. Raises DataError, StorageError."""
+    data, validation = settings.data, settings.validation
     name = data.validation or (data.manifest if data.validation_split or data.manifest == DEMO else None)
-    if name is None or settings.sampling.count == 0:
+    if name is None or (settings.sampling.count == 0 and validation.every is None):
         return None
     table = _open(settings, name, "validation", most_references, rank, index_folder, from_rank_0)
-    return table.take(spread_over_categories(table.category_codes, settings.sampling.count))
+    pictured = spread_over_categories(table.category_codes, settings.sampling.count)
+    validated = np.zeros(0, np.int64)
+    if validation.every is not None:
+        chosen = chosen_by_id(table, validation.samples, seed=validation.seed) if rank == 0 else None
+        validated = np.asarray(from_rank_0(chosen), np.int64)
+    rows = np.concatenate([pictured, validated[~np.isin(validated, pictured)]])
+    return HeldOutTable(table.take(rows), len(pictured), np.isin(rows, validated), len(table))
+
+
+def chosen_by_id(table: SampleTable, count: int, *, seed: int) -> list[int]:
+    """Positions of `count` samples, those whose ids have the lowest hashes, in the table's order; all if there are no
+    more. So a choice does not depend on the order of rows, and a new row seldom changes it."""
+    if len(table) <= count:
+        return list(range(len(table)))
+    hashes = ((_hash(seed, sample.id), position) for position, sample in enumerate(table))
+    return sorted(position for _, position in heapq.nsmallest(count, hashes))
+
+
+def _hash(seed: int, name: str) -> bytes:
+    return hashlib.blake2b(f"validation\0{seed}\0{name}".encode(), digest_size=16).digest()
 
 
 def spread_over_categories(codes: npt.NDArray[np.int32], count: int) -> npt.NDArray[np.int64]:

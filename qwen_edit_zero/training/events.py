@@ -7,6 +7,7 @@ restarted   it follows an earlier one; `after` says how that ended
 resumed     it goes on from a checkpoint, after `step` steps
 save        a checkpoint is whole
 preempted   a signal asked for the end, and the state is saved
+validation  the loss on held-out samples has been computed: `loss`, and the best so far
 skipped     a step was not applied; `reason`
 slow        a rank is persistently slower than the others
 differs     ranks do not agree on what they all hold

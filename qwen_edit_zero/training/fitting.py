@@ -21,7 +21,7 @@ from qwen_edit_zero.training.hooks import ChronicleHook, DrawnHook, MetricsHook,
 from qwen_edit_zero.training.lr import lr_at
 from qwen_edit_zero.training.metrics import MetricsWriter, StepMetrics
 from qwen_edit_zero.training.order import SampleOrder
-from qwen_edit_zero.training.progress import Progress
+from qwen_edit_zero.training.progress import LateProgress, Progress
 from qwen_edit_zero.training.replay import ReplayHook
 from qwen_edit_zero.training.resume import RunIdentity
 from qwen_edit_zero.training.samples import SamplePictures
@@ -29,6 +29,8 @@ from qwen_edit_zero.training.saving import CheckpointHook, checkpoint_contents
 from qwen_edit_zero.training.stragglers import LastStep, StragglerHook
 from qwen_edit_zero.training.task import EditTask
 from qwen_edit_zero.training.trainer import Hook, Trainer
+from qwen_edit_zero.training.validation import HeldOutMeasure
+from qwen_edit_zero.training.validation_hook import ValidationHook
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ class Fitting:
         writer = MetricsWriter(self.path, first_step=first, tensorboard=settings.run.tensorboard) if rank == 0 else None
         pictures = SamplePictures(engine, self.folder, conditioned, settings)
         samples_folder = self.path / run_folder.SAMPLES
+        validation = self._validation(engine, progress, writer)
 
         def saved(step: int, path: Path) -> None:
             guard.has_checkpoint = True
@@ -84,6 +87,7 @@ class Fitting:
             self.frozen,
             self.chronicle.may_write,
             saved,
+            (lambda step: {}) if validation is None else validation.recorded,
         )
         watchdog = Watchdog(
             failure.alarm,
@@ -95,6 +99,7 @@ class Fitting:
             ChronicleHook(self.chronicle, watchdog, settings.run.silent_seconds),
             MetricsHook(progress, writer),
             DrawnHook(order.distribution, progress, writer),
+            *([] if validation is None else [validation]),
             checkpoints,
             PeriodicHook(
                 settings.sampling.every, lambda m: pictures.draw(samples_folder / f"step-{m.step:08d}"), progress.say
@@ -127,6 +132,8 @@ class Fitting:
                     device=engine.device,
                 ) as loader,
             ):
+                if validation is not None:
+                    validation.begin(first)
                 stopped = Trainer(
                     engine,
                     task,
@@ -153,3 +160,20 @@ class Fitting:
             progress.close()
             if writer is not None and not self.chronicle.shut_out:
                 writer.close()
+
+    def _validation(
+        self, engine: ParallelEngine, progress: Progress, writer: MetricsWriter | None
+    ) -> ValidationHook | None:
+        """What computes the held-out loss; None if there is to be none."""
+        settings, samples = self.settings.validation, self.conditioned.validation
+        if settings.every is None or samples is None:
+            return None
+        measure = HeldOutMeasure(
+            engine,
+            self.conditioned.cache,
+            samples,
+            settings,
+            micro_size=self.settings.batch.micro_size,
+            new_bar=lambda title, total: LateProgress(title, total, rank=engine.ranks.rank),
+        )
+        return ValidationHook(measure, settings.every, progress, writer, self.chronicle.event)

@@ -5,6 +5,8 @@ Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from qwen_edit_zero.edit_data.cache.needs import Making
 from qwen_edit_zero.edit_data.instructions.prepare import Instructions
 from qwen_edit_zero.edit_data.pictures.prepare import Areas
@@ -33,9 +35,16 @@ def making_of(settings: Settings, variant: Variant, texts: TrainingTexts) -> Mak
     )
 
 
-def making_held_out(settings: Settings, variant: Variant, instructions: Instructions) -> Making:
-    """Of a held-out sample: its instruction, and for guidance the negative prompt with the same references."""
+def making_held_out(
+    settings: Settings, variant: Variant, instructions: Instructions, pictured: Collection[str]
+) -> Making:
+    """Of a held-out sample: its instruction, and for guidance the negative prompt with the same references.
+
+    `pictured` are the ids of the samples that need the latter.
+    """
     negative = settings.sampling.negative_prompt if settings.sampling.guidance > 1 else None
     return Making(
-        areas=areas_of(settings, variant), align=settings.data.align, texts=HeldOutTexts(instructions, negative)
+        areas=areas_of(settings, variant),
+        align=settings.data.align,
+        texts=HeldOutTexts(instructions, negative, pictured),
     )

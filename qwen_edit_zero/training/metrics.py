@@ -1,4 +1,5 @@
-"""Metrics of a run: an object a step in `RUN/metrics.jsonl`, an epoch in `RUN/drawn.jsonl`, and TensorBoard."""
+"""Metrics of a run: an object a step and a held-out loss in `RUN/metrics.jsonl`, an epoch in `RUN/drawn.jsonl`, and
+TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from qwen_edit_zero.training.held_out_records import HELD_OUT, held_out_records
 
 METRICS_FILE, DRAWN_FILE = "metrics.jsonl", "drawn.jsonl"
 
@@ -84,13 +87,17 @@ class MetricsWriter:
 
     On resuming at `first_step` (steps already done) later lines of a run that died after its last checkpoint are
     dropped, so that every step stands in the file once.
+
+    Attributes:
+        held_out: the lines about held-out losses that stay, in order.
     """
 
     def __init__(self, run_folder: Path, *, first_step: int, tensorboard: bool) -> None:
         self._path = run_folder / METRICS_FILE
         self._drawn_path = run_folder / DRAWN_FILE
         for path in (self._path, self._drawn_path):
-            _drop_steps_after(path, first_step)
+            _drop_steps_after(path, first_step if first_step > 0 else -1)  # a new run has no value of step 0 either
+        self.held_out = held_out_records(self._path) if self._path.exists() else []
         self._file = self._path.open("a", encoding="utf-8")
         self._board: Any = None
         if tensorboard:
@@ -107,6 +114,17 @@ class MetricsWriter:
                 if key not in ("step", "skipped", "skip_reason", "guarded"):
                     self._board.add_scalar(f"train/{key}", value, metrics.step)
 
+    def write_held_out(self, record: Mapping[str, Any]) -> None:
+        """Record a held-out loss, as `validation.to_record` gives it."""
+        self._file.write(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            step = record["step"]
+            self._board.add_scalar("held_out/loss", record[HELD_OUT], step)
+            for part, title in (("sigma", "noise level"), ("category", "category")):
+                for name, value in record[f"held_out_by_{part}"].items():
+                    self._board.add_scalar(f"held_out/{title} {name or 'none'}", value, step)
+
     def write_drawn(self, drawn: Mapping[str, int], *, epoch: int, step: int) -> None:
         """Record how many samples of each category an epoch, ended by `step` (1-based), drew."""
         total = sum(drawn.values())
@@ -122,6 +140,13 @@ class MetricsWriter:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for what is not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_steps_after(path: Path, step: int) -> None:

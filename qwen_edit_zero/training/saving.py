@@ -69,6 +69,7 @@ class CheckpointHook:
         frozen: what this rank writes of the frozen parameters; streamed from where they are, not copied to memory.
         may_write: asked on rank 0 before anything in `folder` changes; raises if it belongs to another run now.
         saved: told on every rank of each checkpoint that is whole: its step and folder.
+        recorded: metrics of a step that are recorded with its checkpoint beside those of training.
 
     Raises SettingsError if `checkpoint.backup` cannot be understood. Collective.
     """
@@ -83,10 +84,11 @@ class CheckpointHook:
         frozen: FrozenShare | None = None,
         may_write: Callable[[], None] = lambda: None,
         saved: Callable[[int, Path], None] = lambda step, path: None,
+        recorded: Callable[[int], Mapping[str, float]] = lambda step: {},
     ) -> None:
         self._engine, self._folder, self._settings, self._describe, self._say = engine, folder, settings, describe, say
         self._may_write, self._saved, self._last_saved = may_write, saved, -1
-        self._frozen = frozen
+        self._frozen, self._recorded = frozen, recorded
         self._ranks = Coordinator()
         self._losses = _MeanLoss()
         self._caretaker: Caretaker | None = None
@@ -159,7 +161,8 @@ class CheckpointHook:
             self._land()
         if self._caretaker is not None:
             self._caretaker.settle()
-        contents = self._describe(metrics, self._finite(metrics.step, self._losses.take(metrics)))
+        recorded = {**self._losses.take(metrics), **self._recorded(metrics.step)}
+        contents = self._describe(metrics, self._finite(metrics.step, recorded))
         try:
             save = plan_save(
                 self._folder, contents, self._engine.local_state, self._ranks, self._frozen, self._may_write

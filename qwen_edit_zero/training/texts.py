@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import lru_cache
 
 from qwen_edit_zero.edit_data.instructions.prepare import Candidates, Instructions, Prepared, Tally
@@ -55,10 +56,15 @@ class _Texts:
 
 
 class HeldOutTexts:
-    """A held-out sample's instruction, and for guidance what leads away from it."""
+    """A held-out sample's instruction, and for guidance what leads away from it.
 
-    def __init__(self, instructions: Instructions, negative: str | None) -> None:
-        self._instructions = instructions
+    Args:
+        negative: of samples that are pictured; None: without guidance.
+        pictured: ids of these.
+    """
+
+    def __init__(self, instructions: Instructions, negative: str | None, pictured: Collection[str]) -> None:
+        self._instructions, self._pictured = instructions, pictured
         self._negative = () if negative is None else (negative,)
 
     def __call__(self, sample: Sample) -> tuple[str, ...]:
@@ -66,4 +72,4 @@ class HeldOutTexts:
         prepared = self._instructions.prepare(sample.instruction)
         if prepared.refusal:
             raise DataError(prepared.refusal)
-        return (prepared.text, *self._negative)
+        return (prepared.text, *(self._negative if sample.id in self._pictured else ()))

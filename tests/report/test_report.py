@@ -11,6 +11,7 @@ from PIL import Image, ImageDraw
 
 from qwen_edit_zero.assets import cjk_font_path, demo_manifest
 from qwen_edit_zero.errors import DataError
+from qwen_edit_zero.training.held_out_records import held_out_records
 from qwen_edit_zero.training.report import contact_sheet, save_sample, step_folder, write_report
 from qwen_edit_zero.training.report.loss_plot import _smoothed, loss_plot, read_metrics
 from qwen_edit_zero.training.report.samples import read_samples, step_folders
@@ -226,6 +227,23 @@ def test_any_metrics_make_a_plot(tmp_path: Path, rows: list[dict[str, Any]]) -> 
     out = loss_plot(rows, tmp_path / "loss.png", title="demo")
     assert Image.open(out).size > (800, 400)
     assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_held_out_losses_are_in_the_plot_and_no_steps(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    tested = [{"step": step, "held_out_loss": loss} for step, loss in ((0, 9.0), (20, None), (40, 5.0))]
+    write_metrics(
+        run, [tested[0], *metrics(20), tested[1], *metrics(40)[20:], tested[2]], end='{"step": 44, "held_out_loss"'
+    )
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == list(range(1, 41))
+    assert held_out_records(run / "metrics.jsonl") == tested
+    write_report(run)
+    pixels = np.asarray(Image.open(run / "loss.png").convert("RGB")).reshape(-1, 3)
+    orange = (np.abs(pixels.astype(int) - (0xE0, 0x8A, 0x1E)).max(1) < 12).sum()
+    write_metrics(run, metrics(40))
+    write_report(run)
+    pixels = np.asarray(Image.open(run / "loss.png").convert("RGB")).reshape(-1, 3)
+    assert (np.abs(pixels.astype(int) - (0xE0, 0x8A, 0x1E)).max(1) < 12).sum() < orange
 
 
 def test_smoothing_leaves_a_constant_alone_and_bridges_gaps() -> None:

@@ -13,6 +13,7 @@ import torch
 
 from qwen_edit_zero.edit_data.cache.store import CachedSample
 from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
+from qwen_edit_zero.errors import DataError
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.training import conditioning
 from qwen_edit_zero.training.conditioning import Conditioned, condition
@@ -36,14 +37,14 @@ def conditioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(conditioning, "ConditioningEncoder", Stand)
     opened: list[Conditioned] = []
 
-    def make(rows: list[dict[str, Any]], *, data: dict[str, Any], sampling: dict[str, Any]) -> Conditioned:
+    def make(rows: list[dict[str, Any]], *, data: dict[str, Any], **sections: dict[str, Any]) -> Conditioned:
         settings = Settings.model_validate(
             {
                 "run": {"max_steps": 1, "seed": 7},
                 "data": {"manifest": str(write_manifest(tmp_path, rows)), "vae_area": 4096, "condition_area": 1024}
                 | data,
-                "sampling": sampling,
             }
+            | sections
         )
         opened.append(
             condition(
@@ -131,3 +132,31 @@ def test_tokens_of_buckets_are_those_of_their_latents(conditioned: Any, tmp_path
         entry = got.cache.get(training.key_of(i, 0, 0))
         latents = (entry.target_latent, *entry.reference_latents)
         assert training.image_tokens()[training.prepared.bucket_codes[i]] == sum(t[0].numel() // 4 for t in latents)
+
+
+def test_held_out_samples_that_are_trained_on_are_named(
+    conditioned: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row(i) for i in range(6)]
+    other = [{**rows[i], "id": f"new {i}"} for i in range(3)] + [{**row(9), "id": "a5"}, row(7)]
+    save_pictures(tmp_path, rows + other)
+    validation = tmp_path / "validation.jsonl"
+    validation.write_text("".join(json.dumps(r) + "\n" for r in other), encoding="utf-8")
+    got = conditioned(rows, data={"validation": str(validation)}, sampling={"count": 0}, validation={"every": 1})
+    assert sorted(got.validation.ids) == ["a5", "a7", "new 0", "new 1", "new 2"]
+    out = capsys.readouterr().out
+    assert 'warning: 3 of 5 held-out samples show the same pictures as samples that are trained on: "new 0", ' in out
+    assert 'warning: 1 of 5 held-out samples have the ids of training samples with other pictures: "a5". If' in out
+
+
+def test_without_any_usable_held_out_sample_there_is_no_loss(conditioned: Any, tmp_path: Path) -> None:
+    save_pictures(tmp_path, [row(0)])
+    validation = tmp_path / "validation.jsonl"
+    validation.write_text(json.dumps(row(1)) + "\n", encoding="utf-8")
+    with pytest.raises(DataError, match="the loss on held-out samples, but none can be used"):
+        conditioned(
+            [row(0)],
+            data={"validation": str(validation), "on_error": "skip"},
+            sampling={"count": 0},
+            validation={"every": 1},
+        )

@@ -23,7 +23,7 @@ def test_one_manifest_can_hold_both_sets_by_its_splits(tmp_path: Path) -> None:
     held_out = held_out_table(chosen, 3, index_folder=tmp_path / "index")
     assert [s.id for s in training] == ["a1", "a2", "a4", "a5", "a7", "a8"]
     assert held_out is not None
-    assert [s.id for s in held_out] == ["a0", "a3", "a6"]
+    assert [s.id for s in held_out.table] == ["a0", "a3", "a6"]
     assert len([p for p in (tmp_path / "index").iterdir() if p.name != "unfinished"]) == 1, "read once"
 
 
@@ -53,7 +53,7 @@ def test_settings_of_the_format_reach_the_reader(tmp_path: Path) -> None:
 def test_the_demo_has_its_own_held_out_samples(tmp_path: Path) -> None:
     held_out = held_out_table(settings(), 3, index_folder=tmp_path)
     assert held_out is not None
-    assert len({s.category for s in held_out}) == 3, "the first of each category come first"
+    assert len({s.category for s in held_out.table}) == 3, "the first of each category come first"
 
 
 def test_held_out_samples_are_spread_over_categories() -> None:

@@ -258,6 +258,8 @@ class _Job:
 
 def _bucket_codes(sides: Column) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """(the different rows of (n, pictures, 2) sides, sorted; for each row its position there)."""
+    if not len(sides):
+        return np.zeros((0, *sides.shape[1:]), np.int32), np.zeros(0, np.int32)
     flat = np.ascontiguousarray(sides.reshape(len(sides), -1) // 32).astype(np.uint16)  # 2 bytes sort fast, and suffice
     as_one = flat.astype(">u2").view(np.dtype((np.void, flat.shape[1] * 2))).ravel()
     different, codes = np.unique(as_one, return_inverse=True)

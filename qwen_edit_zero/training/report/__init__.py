@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from qwen_edit_zero.errors import DataError
+from qwen_edit_zero.training.held_out_records import held_out_records
 from qwen_edit_zero.training.report.contact_sheet import contact_sheet
 from qwen_edit_zero.training.report.loss_plot import loss_plot, read_metrics
 from qwen_edit_zero.training.report.samples import read_samples, save_sample, step_folder, step_folders
@@ -28,7 +29,8 @@ def write_report(run: Path, *, max_rows: int = 24) -> list[Path]:
         )
     rows = read_metrics(metrics) if metrics.is_file() else []
     if rows:
-        written.append(loss_plot(rows, run / LOSS_PLOT, title=f"{run.name}: training loss"))
+        held_out = held_out_records(metrics)
+        written.append(loss_plot(rows, run / LOSS_PLOT, title=f"{run.name}: training loss", held_out=held_out))
     for step, folder in reversed(step_folders(run)):
         records, _ = read_samples(folder)
         if records:

@@ -12,19 +12,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from qwen_edit_zero.training.held_out_records import HELD_OUT
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _Array = npt.NDArray[np.float64]
 
 _POINTS = 1500  # more steps than this are averaged in bins before they are drawn
-_BLUE, _PALE, _RED, _GREY = "#1f5fbf", "#b9cdeb", "#c8322b", "#6d7681"
+_BLUE, _PALE, _RED, _GREY, _ORANGE = "#1f5fbf", "#b9cdeb", "#c8322b", "#6d7681", "#e08a1e"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl` in order of steps; of a step that was run again the last one counts.
 
-    Lines that are no object with a whole `step` are left out: a process may have died while writing one.
+    Lines that are no object with a whole `step` are left out: a process may have died while writing one. So are those
+    about held-out losses (`metrics.held_out_records`).
     """
     by_step: dict[int, dict[str, Any]] = {}
     with path.open(encoding="utf-8", errors="replace") as lines:
@@ -33,13 +36,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 row = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and HELD_OUT not in row:
                 by_step[row["step"]] = row
     return [by_step[step] for step in sorted(by_step)]
 
 
-def loss_plot(rows: Sequence[dict[str, Any]], out: Path, *, title: str) -> Path:
+def loss_plot(
+    rows: Sequence[dict[str, Any]], out: Path, *, title: str, held_out: Sequence[dict[str, Any]] = ()
+) -> Path:
     """Draw the metrics of a run into the PNG `out` and return it.
+
+    Args:
+        held_out: records of held-out losses, drawn into the curve of the loss.
 
     Raises:
         ValueError: `rows` is empty.
@@ -69,10 +77,13 @@ def loss_plot(rows: Sequence[dict[str, Any]], out: Path, *, title: str) -> Path:
             broken, np.full(len(broken), 0.02), "|", color=_RED, markersize=10, markeredgewidth=1.5,
             transform=main.get_xaxis_transform(), label=f"loss not finite ({len(broken)} steps)",
         )  # fmt: skip
+    tested, test_loss = _column(held_out, "step"), _column(held_out, "held_out_loss")
+    if len(tested):
+        main.plot(tested, test_loss, color=_ORANGE, linewidth=1.6, marker="o", markersize=4, label="held-out samples")
     main.set_ylabel("loss")
     main.legend(frameon=False, loc="upper right")
-    _limit(main, y)
-    _title(main, title, rows, smooth)
+    _limit(main, y, test_loss)
+    _title(main, title, rows, smooth, held_out)
 
     norms = _column(rows, "grad_norm")
     x, y = _binned(steps, norms)
@@ -98,7 +109,7 @@ def loss_plot(rows: Sequence[dict[str, Any]], out: Path, *, title: str) -> Path:
         axes.set_axisbelow(True)
         axes.set_xlabel("optimizer step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlim(steps[0] - 0.5, steps[-1] + 0.5)
+        axes.set_xlim(min([*steps[:1], *tested[:1]]) - 0.5, steps[-1] + 0.5)
     temporary = out.with_name(f".{out.name}.partial")
     canvas.print_png(str(temporary))
     os.replace(temporary, out)
@@ -138,17 +149,22 @@ def _smoothed(y: _Array) -> _Array:
         return np.where(weight > 1e-6, total / weight, math.nan)
 
 
-def _limit(axes: Axes, y: _Array) -> None:
-    """A few outliers must not flatten the rest of the curve."""
+def _limit(axes: Axes, y: _Array, also: _Array) -> None:
+    """A few outliers of `y` must not flatten the rest of the curve; all of `also` is shown."""
     values = y[np.isfinite(y)]
     if len(values) < 20:
         return
     low, high = np.percentile(values, [0.5, 99.5])
-    if values.max() > high + 2 * (high - low) > 0:
+    outliers = values.max() > high + 2 * (high - low) > 0
+    shown = also[np.isfinite(also)]
+    low, high = min([low, *shown]), max([high, *shown])
+    if outliers:
         axes.set_ylim(low - 0.1 * (high - low), high + 0.4 * (high - low))
 
 
-def _title(axes: Axes, title: str, rows: Sequence[dict[str, Any]], smooth: _Array) -> None:
+def _title(
+    axes: Axes, title: str, rows: Sequence[dict[str, Any]], smooth: _Array, held_out: Sequence[dict[str, Any]]
+) -> None:
     facts = [f"{len(rows):,} steps" if rows[0]["step"] == 1 else f"steps {rows[0]['step']:,} to {rows[-1]['step']:,}"]
     seen = rows[-1].get("samples_seen")
     if isinstance(seen, int):
@@ -156,5 +172,11 @@ def _title(axes: Axes, title: str, rows: Sequence[dict[str, Any]], smooth: _Arra
     known = smooth[np.isfinite(smooth)]
     if len(known):
         facts.append(f"loss {known[0]:.4g} → {known[-1]:.4g} (smoothed)")
+    losses = _column(held_out, "held_out_loss")
+    if np.isfinite(losses).any():
+        best = int(np.nanargmin(losses))
+        facts.append(
+            f"held-out {losses[0]:.4g} → {losses[-1]:.4g}, best {losses[best]:.4g} at {held_out[best]['step']:,}"
+        )
     axes.set_title(title, fontsize=14, loc="left", pad=22)
     axes.text(0, 1.02, "  ·  ".join(facts), transform=axes.transAxes, fontsize=10, color=_GREY)
