@@ -72,17 +72,21 @@ def activations(job: Job, *, on_gpu: bool = True, masked: bool = False) -> Activ
 
 def trace_of(job: Job, *, on_gpu: bool = True, masked: bool = False) -> Trace:
     """One micro-batch of the job, forward and backward."""
-    lora = job.settings.model.lora
-    adapted = None
-    if lora is not None:
-        names = (p.name for p in job.model.adapters(lora.rank, lora.targets))
-        adapted = lora.rank, frozenset(name.split(".lora_")[0] for name in names)
     return trace(
         job.model,
         job.sample,
         computing(job, on_gpu=on_gpu),
         trained=frozenset(p.name for p in job.trained),
-        adapted=adapted,
+        adapted=adapted_of(job),
         batch=job.micro,
         masked=masked,
     )
+
+
+def adapted_of(job: Job) -> tuple[int, frozenset[str]] | None:
+    """(rank, names of modules with an adapter); None without adapters."""
+    lora = job.settings.model.lora
+    if lora is None:
+        return None
+    names = (p.name for p in job.model.adapters(lora.rank, lora.targets))
+    return lora.rank, frozenset(name.split(".lora_")[0] for name in names)

@@ -39,10 +39,10 @@ def known_config(name_or_path: str | Path) -> Mapping[str, Any]:
     Names are taken with or without an owner ("Qwen/Qwen-Image-Edit-2509"), in any case; a folder wins over a name.
     Raises ModelFolderError if there is neither, with the names there are, or if the folder's file is damaged.
     """
-    folder = _folder(name_or_path)
+    folder = model_folder(name_or_path)
     if folder is None:
         return RELEASED[_released_name(name_or_path)]
-    return _read(folder / "transformer" / "config.json")
+    return read_config(folder / "transformer" / "config.json")
 
 
 def takes_several_references(name_or_path: str | Path) -> bool:
@@ -50,14 +50,15 @@ def takes_several_references(name_or_path: str | Path) -> bool:
 
     The first Qwen-Image-Edit takes one and shows it at `data.vae_area`. Raises ModelFolderError as `known_config`.
     """
-    folder = _folder(name_or_path)
+    folder = model_folder(name_or_path)
     if folder is None:
         return _released_name(name_or_path) not in ("Qwen-Image", "Qwen-Image-Edit")
     index = folder / "model_index.json"
-    return not index.exists() or _read(index).get("_class_name") != _FIRST_PIPELINE
+    return not index.exists() or read_config(index).get("_class_name") != _FIRST_PIPELINE
 
 
-def _folder(name_or_path: str | Path) -> Path | None:
+def model_folder(name_or_path: str | Path) -> Path | None:
+    """The folder with the model's configurations; None if there is none of that name."""
     if str(name_or_path) == TINY:
         return asset_path(TINY)
     folder = Path(name_or_path).expanduser()
@@ -75,7 +76,8 @@ def _released_name(name_or_path: str | Path) -> str:
     )
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def read_config(path: Path) -> Mapping[str, Any]:
+    """A JSON object. Raises ModelFolderError if the file is damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -16,7 +16,7 @@ _Grad = Storage | None
 
 def node_of(tape: Tape, name: str, operands: Sequence[Value], outputs: int = 1) -> Node | None:
     """The node of an operation; None if no operand needs a gradient."""
-    if not any(v.needs_grad for v in operands):
+    if not tape.grad_enabled or not any(v.needs_grad for v in operands):
         return None
     return Node(tape, name, [None if v.node is None else (v.node, v.output) for v in operands], outputs)
 

@@ -112,6 +112,7 @@ class Tape:
         outer_flops: of the forward pass outside of blocks, 2 a multiply-add; matrix products and attention only.
         recomputed_flops, backward_flops: of all blocks and what is outside.
         scores_again: of backward_flops, what fused attention computes a second time.
+        grad_enabled: whether nodes are made.
         keeps_attention: a recomputed block keeps what attention's kernel returns.
         cached_not_run: copies of weights that autocast would have made in the blocks that were not run.
         autocast: compute dtype that autocast casts to; None outside of it.
@@ -126,6 +127,7 @@ class Tape:
         self.frame: Frame | None = None  # the checkpointed block that runs
         self.recomputes = False
         self.keeps_attention = False
+        self.grad_enabled = True
         self.cached_not_run = 0
         self._pack: Callable[[Storage | None], Saved] | None = None
         self._casts: dict[str, Value] = {}

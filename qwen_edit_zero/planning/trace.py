@@ -121,6 +121,34 @@ def trace(
     )
 
 
+@functools.lru_cache(maxsize=64)
+def forward_only(
+    model: TransformerShape,
+    sample: SampleShape,
+    how: Computing,
+    *,
+    trained: frozenset[str],
+    adapted: tuple[int, frozenset[str]] | None = None,
+) -> tuple[int, int]:
+    """(bytes at most, FLOP) of a forward pass of one sample without gradients; arguments as of `trace`."""
+    tape = Tape(autocast=how.autocast_dtype, on_gpu=how.on_gpu)
+    tape.grad_enabled = False
+    network = Network(tape, model, sample, how, trained=trained, adapted=adapted, batch=1, masked=False)
+    hidden, text, time, mask, positions = network.embed()
+    index = network.modulated_pictures()
+    regions: dict[frozenset[str], Region] = {}
+    for number, pattern in enumerate(_patterns(model, trained, adapted)):
+        if pattern in regions:
+            regions[pattern].count += 1
+            continue
+        tape.region = regions[pattern] = Region()
+        text, hidden = network.block(number, hidden, text, time, positions, mask, index)
+        tape.region = None
+    network.losses(hidden, time)
+    flops = tape.outer_flops + sum(region.count * region.flops for region in regions.values())
+    return tape.peak + tape.cached_not_run, flops
+
+
 def _counted(storage: Storage) -> int:
     return storage.bytes * (1 if storage.region is None else storage.region.count)
 
