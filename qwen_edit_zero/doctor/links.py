@@ -54,13 +54,16 @@ def measure(nodes: Sequence[Node], rank: int, device: torch.device, seconds: flo
     mine: dict[str, object] = {}
     members = list(nodes[own].ranks)
     if any(len(node.ranks) > 1 for node in nodes):
+        # Each rank makes its own node's group at once: NCCL splits its communicator, in which all ranks must take part
         group = dist.new_group(members, use_local_synchronization=True)
         if len(members) > 1:
             share = 2 * (len(members) - 1) / len(members)
             mine["within"] = _timed(lambda size: _all_reduce(size, device, group), group, device, share)
-    if len(nodes) > 1 and rank == nodes[own].leader:
+    if len(nodes) > 1:
         leaders = [node.leader for node in nodes]
-        mine["pairs"], mine["left_out"] = _pairs(leaders, own, device, seconds)
+        between = dist.new_group(leaders)
+        if rank in leaders:
+            mine["pairs"], mine["left_out"] = _pairs(leaders, own, between, device, seconds)
     everyone = gather_objects(mine)
     within = {n: found for n, node in enumerate(nodes) if (found := everyone[node.leader].get("within"))}
     pairs: dict[tuple[int, int], Speed] = {}
@@ -87,10 +90,9 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def _pairs(
-    leaders: Sequence[int], own: int, device: torch.device, seconds: float
+    leaders: Sequence[int], own: int, group: dist.ProcessGroup, device: torch.device, seconds: float
 ) -> tuple[dict[tuple[int, int], Speed], int]:
     """What this leader measured with others (told by the lower of the two), and how many pairs were left out."""
-    group = dist.new_group(list(leaders), use_local_synchronization=True)
     began, found, left = time.monotonic(), {}, 0
     _all_reduce(4, device, group)  # connects all of them
     for turn in rounds(len(leaders)):
