@@ -200,6 +200,7 @@ class Campaign:
             made.after_end()
             self.job = None
             self._start_again(outcome, began, before)
+            self._read_last_lines(job, made, outcome)  # by now all of them have come through ssh
         if made.lived_on and made.gone:
             self._stale.append((job, outcome, time.monotonic()))
         made.after_restart()
@@ -232,7 +233,6 @@ class Campaign:
                 outcome.survived = False
         else:
             outcome.status = job.launcher.returncode
-        self._read_last_lines(job, made, outcome)
         if not made.gone:
             self.site.end(job)
         return max(before, last_step(self.run))
