@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def markdown(found: dict[str, Any]) -> str:
         "fault", "number", "survived", "job went on", "all gone, s: mean (max)", "next new step, s: mean (max)",
         "steps done again: mean (max)", "launcher's status", "last lines name rank, host, cause",
     ]  # fmt: skip
-    return Table("Fault campaign", columns, rows, notes).markdown()
+    return Table("Fault campaign", columns, rows, textwrap.fill(notes, 120)).markdown()
 
 
 def _row(kind: str, members: Sequence[dict[str, Any]]) -> list[object]:
