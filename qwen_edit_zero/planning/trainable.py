@@ -40,3 +40,10 @@ def _split(
         raise SettingsError(f"model.freeze: {', '.join(freeze)} freezes every parameter, so nothing would train")
     moving = set(trained)
     return trained, tuple(p for p in parameters if p not in moving)
+
+
+@functools.lru_cache(maxsize=64)
+def without_gradient(trained: tuple[Parameter, ...], blocks: int) -> tuple[Parameter, ...]:
+    """Those that no loss depends on: the last block's text branch behind attention feeds nothing."""
+    last = f"transformer_blocks.{blocks - 1}"
+    return tuple(p for p in trained if p.name.startswith((f"{last}.attn.to_add_out.", f"{last}.txt_mlp.")))

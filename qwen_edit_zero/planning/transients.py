@@ -1,0 +1,161 @@
+"""What engines hold beside the state in each phase: gathered parameters, gradients, buckets. Read from their code.
+
+Activations are not in here. Peaks of several kinds are added up, though they may come at different moments of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qwen_edit_zero.planning.fsdp_units import units
+from qwen_edit_zero.planning.gathering import gathering
+from qwen_edit_zero.planning.job import Job
+from qwen_edit_zero.planning.kinds import Holding, Kind, Phase, added, page_locked
+from qwen_edit_zero.planning.layout import flat_elements, rows_part, slice_part, sub_groups
+from qwen_edit_zero.planning.state import FP32, pins_memory
+from qwen_edit_zero.planning.trainable import without_gradient
+
+FP64 = 8  # DeepSpeed takes norms of gradients, one tensor after the other, in fp64
+
+
+def transients(job: Job) -> Mapping[Phase, Holding]:
+    """Bytes beside `state(job)` while loading, in forward, backward and step; phases without any are left out."""
+    match job.kind:
+        case "ddp":
+            return _ddp(job)
+        case "fsdp2":
+            return _fsdp2(job)
+        case "zero3":
+            return _zero3(job)
+        case _:
+            return _zero12(job)
+
+
+def _gradient_elements(job: Job) -> int:
+    dead = sum(p.elements for p in without_gradient(job.trained, job.model.blocks))
+    return job.trained_elements - dead
+
+
+def _ddp(job: Job) -> Mapping[Phase, Holding]:
+    # While micro-batches are added up without reduction, gradients are not yet in the buckets, which stay beside them.
+    beside = FP32 * _gradient_elements(job) if job.accumulation > 1 else 0
+    gradients = Holding(device=added([{Kind.GRADIENTS: beside}]))
+    forward = gradients  # from the second micro-batch on
+    return {Phase.FORWARD: forward, Phase.BACKWARD: gradients}
+
+
+def _fsdp2(job: Job) -> Mapping[Phase, Holding]:
+    root, blocks = units(job)
+    engine, cast, shards = job.settings.engine, job.compute_bytes, job.shard_size
+    gathered = max(block.gathered for block in blocks)
+    part = max(block.part for block in blocks)
+    ahead = engine.prefetch_blocks
+    # A block's parameters, the buffer they came in, and those that are on their way; then fp32 shards are cast.
+    arriving = (1 + (ahead or 0)) if shards > 1 else 0
+    casting = part if shards > 1 else 0
+    if engine.cpu_offload and job.settings.engine.device != "cpu":
+        casting += part * FP32 // cast
+    if engine.reshard_after_forward:
+        forward = root.gathered + gathered * (1 + arriving) + casting
+        backward = root.gathered + gathered * (1 + ((ahead or 1) if shards > 1 else 0)) + casting
+    else:
+        forward = root.gathered + sum(block.gathered for block in blocks) + (gathered if shards > 1 else 0) + casting
+        backward = root.gathered + sum(block.gathered for block in blocks)
+    reduced = max(block.reduced for block in blocks)
+    own = max(block.gradients for block in blocks)
+    # What is reduced of the block before, while this block's gradients come up in the compute precision.
+    buckets = max(FP32 * reduced + cast * own, FP32 * root.reduced + cast * root.gradients)
+    held = _fsdp2_gradients(job)
+    whole = 0
+    if not engine.reduce_every_micro_batch and job.accumulation > 1:
+        whole = FP32 * (root.gradients + sum(block.gradients for block in blocks))
+    device_gradients = whole + (FP32 * reduced // shards if engine.cpu_offload else held)
+    first = {Kind.GRADIENTS: device_gradients if job.accumulation > 1 else 0}
+    host = added([{Kind.GRADIENTS: held}]) if engine.cpu_offload else {}
+    missing = FP32 * sum(rows_part(p, shards) for p in without_gradient(job.trained, job.model.blocks))
+    in_step = held + missing
+    return {
+        Phase.FORWARD: Holding(
+            device=added([first, {Kind.GATHERED: cast * forward}]), host=host if job.accumulation > 1 else {}
+        ),
+        Phase.BACKWARD: Holding(
+            device=added([{Kind.GRADIENTS: device_gradients, Kind.GATHERED: cast * backward, Kind.BUCKETS: buckets}]),
+            host=host,
+        ),
+        Phase.STEP: Holding(
+            device={} if engine.cpu_offload else added([{Kind.GRADIENTS: in_step}]),
+            host=added([{Kind.GRADIENTS: held + missing}]) if engine.cpu_offload else {},
+        ),
+    }
+
+
+def _fsdp2_gradients(job: Job) -> int:
+    """Shards of gradients that were reduced; page-locked ones are rounded up."""
+    dead = set(without_gradient(job.trained, job.model.blocks))
+    sizes = [FP32 * rows_part(p, job.shard_size) for p in job.trained if p not in dead]
+    locked = job.settings.engine.cpu_offload and pins_memory(job)
+    return sum(map(page_locked, sizes)) if locked else sum(sizes)
+
+
+def _zero12(job: Job) -> Mapping[Phase, Holding]:
+    zero, cast = job.zero, job.compute_bytes
+    assert zero is not None
+    flat = flat_elements(job.trained, job.world)
+    part = flat // job.world
+    largest = max(p.elements for p in job.trained)
+    bucket, message = zero.reduce_bucket, min(zero.reduce_bucket, max(part, largest), job.trained_elements)
+    accumulated = FP32 * _gradient_elements(job)
+    if job.kind == "zero1":
+        # fp32 sums of whole gradients, from which buckets are filled in the last micro-batch. With overlapping they
+        # are emptied one by one, so that a single micro-batch never has all of them.
+        whole = accumulated if job.accumulation > 1 or not zero.overlap else 0
+        staged, sent = FP32, FP32 * message
+    else:
+        whole, staged = 0, cast
+        sent = cast * message + (FP32 * message if cast < FP32 else 0)  # joined, and turned to fp32
+    buffers = (2 if zero.overlap else 1) * staged * bucket if zero.contiguous_gradients else staged * message
+    own = FP32 * part
+    if cast == FP32:
+        # Gradients of all parameters that the part touches, whole; those of the micro-batches before beside them.
+        own += 2 * FP32 * min(largest, job.trained_elements)
+        own *= 2 if job.accumulation > 1 and job.kind == "zero2" else 1
+    norm = FP64 * min(largest, part)
+    backward = {Kind.GRADIENTS: whole + own, Kind.BUCKETS: buffers + sent}
+    forward = {Kind.GRADIENTS: 0}
+    if job.accumulation > 1:
+        forward = {Kind.GRADIENTS: whole if job.kind == "zero1" else own}
+    step = {Kind.GRADIENTS: own + (FP32 * part if cast == FP32 else 0), Kind.BUCKETS: norm}
+    if zero.offload_optimizer is not None:
+        backward[Kind.BUCKETS] += norm
+        step = {Kind.GRADIENTS: own}
+    flattening = cast * (job.trained_elements + job.frozen_elements + flat)
+    return {
+        Phase.LOAD: Holding(device={Kind.PARAMETERS: flattening}),
+        Phase.FORWARD: Holding(device=added([forward])),
+        Phase.BACKWARD: Holding(device=added([backward])),
+        Phase.STEP: Holding(device=added([step])),
+    }
+
+
+def _zero3(job: Job) -> Mapping[Phase, Holding]:
+    zero, cast = job.zero, job.compute_bytes
+    assert zero is not None
+    found = gathering(job)
+    secondary = 0
+    if zero.hpz > 1:
+        secondary = cast * sum(-(-p.elements // zero.hpz) for p in job.trained + job.frozen)
+    largest = max(p.elements for p in job.trained)
+    # A bucket's gradients are joined in the order of ranks to be sent.
+    message = FP32 * min(max(zero.reduce_bucket, largest), job.trained_elements)
+    norm = FP64 * slice_part(max(job.trained, key=lambda p: p.elements), job.world)
+    buckets = message if zero.contiguous_gradients else 2 * message
+    forward = {Kind.GATHERED: cast * found.forward_peak + secondary}
+    backward = {Kind.GATHERED: cast * found.backward_peak + secondary, Kind.BUCKETS: buckets}
+    step = {Kind.GATHERED: secondary, Kind.BUCKETS: norm}
+    if zero.offload_optimizer is None and len(job.trained) > 1:
+        step[Kind.BUCKETS] += FP32 * max(sub_groups(job))  # a group's gradients, laid end to end
+    return {
+        Phase.FORWARD: Holding(device=added([forward])),
+        Phase.BACKWARD: Holding(device=added([backward])),
+        Phase.STEP: Holding(device=added([step])),
+    }
