@@ -35,9 +35,8 @@ def state(job: Job) -> Holding:
     """Bytes by kind between steps, of the rank that holds most."""
     match job.kind:
         case "ddp":
-            return Holding(
-                device=added([_local(job, [p.elements for p in job.trained]), _frozen(job, 1), _buckets(job)])
-            )
+            parts = [p.elements for p in job.trained]
+            return Holding(device=added([_local(job, parts), _frozen(job, 1), {Kind.GRADIENTS: FP32 * sum(parts)}]))
         case "fsdp2":
             return _fsdp2(job)
         case "zero3":
