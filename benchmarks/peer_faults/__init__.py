@@ -1,0 +1,1 @@
+"""What other training tools do on the faults that this project is made for."""
