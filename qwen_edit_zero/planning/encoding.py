@@ -1,9 +1,9 @@
 """Memory and arithmetic beside training: filling the cache with the text encoder and the VAE, and sample pictures.
 
 Before the transformer is built every rank encodes its share of the samples, one at a time: first all prompts with
-the text encoder, then all latents with the VAE; each is loaded for its kind of entry alone and released afterwards. While
-training nothing but the transformer is loaded. Sample pictures are denoised with the transformer as it is sharded, one
-picture a data rank; then the VAE is loaded, in fp32, for decoding, and released.
+the text encoder, then all latents with the VAE; each is loaded for its kind of entry alone and released afterwards.
+While training nothing but the transformer is loaded. Sample pictures are denoised with the transformer as it is
+sharded, one picture a data rank; then the VAE is loaded, in fp32, for decoding, and released.
 """
 
 from __future__ import annotations

@@ -115,8 +115,8 @@ class Network:
             return self.tape.given(shape, dtype)
         return Value(shape, dtype, self.tape.new(shape, dtype))
 
-    def losses(self, hidden: Value, time: Value) -> Value:
-        """From the image stream behind the blocks to the micro-batch's loss."""
+    def losses(self, hidden: Value, time: Value, held: list[Value]) -> Value:
+        """From the image stream behind the blocks to the micro-batch's loss; `held` is given up with the output."""
         tape, model, batch = self.tape, self.model, self.batch
         if model.zero_cond_t:
             time = op.chunk(tape, time, 2, 0)[0]
@@ -130,7 +130,11 @@ class Network:
         output = self._linear("proj_out", hidden, model.patch_size**2 * model.out_channels)
         del hidden, scale, shift
         if self.how.sequence > 1:
+            own = (batch, self.image, output.shape[-1])
+            buffers = [tape.new(own, output.dtype) for _ in range(1 + self.how.sequence)]
             output = op.exchange(tape, output, (batch, self.sample.image_tokens, output.shape[-1]))
+            buffers.clear()
+        held.clear()
         tape.leave_autocast()
         prediction = op.rows(tape, output, self.sample.target_tokens)
         del output
@@ -239,8 +243,6 @@ class Network:
                     values[i] = op.to(tape, values[i], values[2].dtype)
         joint = [op.cat(tape, pair, 1) for pair in zip(of_text, of_image, strict=True)]
         if how.sequence > 1:
-            of_image.clear()
-            of_text.clear()
             attended = self._exchanged(joint, joint_mask is not None)
         else:
             attended = attention(tape, (joint[0], joint[1], joint[2]), mask, math=how.attention == "math")

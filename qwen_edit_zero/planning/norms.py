@@ -45,7 +45,6 @@ def rms_norm(tape: Tape, value: Value, weight: Value) -> Value:
     root = fresh(tape, "rms norm", variance, of_row, "fp32")
     if root.node is not None:
         tape.save(root.node, root.storage)
-    del variance
     value = multiply(tape, value, root, "rms norm")
     del root
     if weight.dtype != "fp32":

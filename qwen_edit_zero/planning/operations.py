@@ -188,9 +188,7 @@ def rotate(tape: Tape, value: Value, positions: Value) -> Value:
     dtype, shape = value.dtype, value.shape
     pairs = (*shape[:-1], shape[-1] // 2)
     complex_ = view(tape, to(tape, value, "fp32"), pairs, "complex64")
-    del value
     turned = multiply(tape, complex_, positions, "rotary positions")
-    del complex_
     return to(tape, view(tape, turned, shape, "fp32"), dtype)
 
 

@@ -85,8 +85,9 @@ def trace(
             text, hidden = network.block(number, hidden, text, time, positions, mask, index)
         tape.region = None
     hidden.storage.region = None
+    held = [text]  # which nothing uses; the last block's part of it is kept until the model's forward ends
     del text
-    loss = network.losses(hidden, time)
+    loss = network.losses(hidden, time, held)
     del hidden, time, positions, index, mask
     kept = _kept(loss)
     activations = [s for s in kept if s.kind == "activation"]
@@ -144,7 +145,7 @@ def forward_only(
         tape.region = regions[pattern] = Region()
         text, hidden = network.block(number, hidden, text, time, positions, mask, index)
         tape.region = None
-    network.losses(hidden, time)
+    network.losses(hidden, time, [text])
     flops = tape.outer_flops + sum(region.count * region.flops for region in regions.values())
     return tape.peak + tape.cached_not_run, flops
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwen_edit_zero.planning.activations import Activations, activations
 from qwen_edit_zero.planning.tokens import SampleShape
-from tests.planning.transformers import MIDDLE, SMALL, Measured, job, measure
+from tests.planning.transformers import MIDDLE, RELEASED, SAMPLE, SMALL, Measured, job, measure
+from tests.ranks import run_ranks
 
 _EDGES = ["img_in.*", "txt_in.*", "txt_norm.*", "time_text_embed.*"]
 _BLOCK = {"activation_checkpointing": "block"}
@@ -30,7 +32,7 @@ def test_saved_tensors_are_exactly_those_of_autograd(engine: str, precision: str
     measured, planned = both(engine=engine, precision=precision, micro=micro, masked=micro > 1)
     assert planned.kept == measured.saved == measured.kept
     assert planned.backward_peak == pytest.approx(measured.backward_peak, rel=0.03)
-    assert planned.forward_peak == pytest.approx(measured.forward_peak, rel=0.05)
+    assert planned.forward_peak == pytest.approx(measured.forward_peak, rel=0.01)
 
 
 _CHANGES: list[dict[str, Any]] = [
@@ -62,7 +64,7 @@ def test_what_is_alive_between_forward_and_backward_is_exact(engine: str, change
     """Checkpointed, frozen and adapted in all ways; peaks, which depend on PyTorch's temporaries, to some percent."""
     measured, planned = both(MIDDLE, engine=engine, **changes)
     assert planned.kept == measured.kept
-    assert planned.forward_peak == pytest.approx(measured.forward_peak, rel=0.05)
+    assert planned.forward_peak == pytest.approx(measured.forward_peak, rel=0.04)
     assert 0.97 * measured.backward_peak <= planned.backward_peak <= 1.06 * measured.backward_peak
 
 
@@ -103,3 +105,46 @@ def test_gpus_compute_norms_under_autocast_in_fp32() -> None:
     assert gpu.saved > 1.1 * cpu.saved
     cpu, gpu = (activations(job(engine="fsdp2"), on_gpu=on) for on in (False, True))
     assert cpu.saved < gpu.saved < 1.01 * cpu.saved  # means and deviations of norms in fp32
+
+
+@pytest.mark.parametrize("changes", [{}, _BLOCK], ids=str)
+def test_a_block_of_the_released_model_keeps_what_is_said_at_1024(changes: dict[str, Any]) -> None:
+    """With tensors that have no values. Bytes between forward and backward exactly, peaks to 1 %."""
+    one = job(RELEASED, sample=SampleShape.of(1024 * 1024), **changes)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        measured = measure(one, RELEASED)
+    planned = activations(one, on_gpu=False)
+    assert planned.kept == measured.kept
+    assert planned.forward_peak == pytest.approx(measured.forward_peak, rel=0.01)
+    assert planned.backward_peak == pytest.approx(measured.backward_peak, rel=0.01)
+
+
+_SPLIT: list[dict[str, Any]] = [
+    {"engine": "fsdp2"},
+    {"engine": "ddp", "micro": 2},
+    {"engine": "fsdp2", "micro": 2, "activation_checkpointing": "block"},
+    {"engine": "fsdp2", "activation_checkpointing": "selective"},
+]
+
+
+def _measure_split(rank: int, world: int) -> list[tuple[int, int, int]]:
+    found = []
+    for options in _SPLIT:
+        one = job(SMALL, sample=_ODD, world=world, sequence=world, **options)
+        measured = measure(one, SMALL, masked=one.micro > 1)
+        found.append((measured.kept, measured.forward_peak, measured.backward_peak))
+    return found
+
+
+_ODD = SampleShape(SAMPLE.target, ((3, 3),), 9)  # the first rank has one token of each stream more than the second
+
+
+def test_the_first_of_the_ranks_that_split_sequences_keeps_what_is_said() -> None:
+    """Exactly, and as much as any of them."""
+    ranks = run_ranks(_measure_split, 2)
+    for options, first, second in zip(_SPLIT, *ranks, strict=True):
+        one = job(SMALL, sample=_ODD, world=2, sequence=2, **options)
+        planned = activations(one, on_gpu=False, masked=one.micro > 1)
+        assert planned.kept == first[0] >= second[0], options
+        assert planned.forward_peak == pytest.approx(first[1], rel=0.06), options
+        assert planned.backward_peak == pytest.approx(first[2], rel=0.06), options

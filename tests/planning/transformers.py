@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from diffusers import QwenImageTransformer2DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from qwen_edit_zero.edit_model.freezing import freeze
 from qwen_edit_zero.edit_model.inputs import transformer_inputs
 from qwen_edit_zero.edit_model.lora import add_lora
+from qwen_edit_zero.edit_model.sequence_parallel import split_sequences
 from qwen_edit_zero.edit_model.transformer import restore_position_tables, set_attention
 from qwen_edit_zero.engines.blocks import prepare_blocks
 from qwen_edit_zero.engines.parameters import replace_parameters
@@ -80,6 +82,9 @@ def module_of(job: Job, config: Mapping[str, Any], *, device: str = "cpu") -> Qw
     if settings.lora is not None:
         add_lora(module, settings.lora)
     freeze(module, settings.freeze)
+    if job.sequence > 1:
+        assert dist.group.WORLD is not None
+        split_sequences(module, dist.group.WORLD)
     prepare_blocks(module, settings, torch.device("cpu"), early_stop=job.kind != "zero3")
     keeps_fp32 = job.kind == "ddp"
     replace_parameters(
