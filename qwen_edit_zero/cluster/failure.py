@@ -44,6 +44,7 @@ from qwen_edit_zero.errors import START_AGAIN, QwenEditError
 
 ENDING_SECONDS = 15.0  # that ending takes at most
 MISSED_SECONDS = 2.5 * BEAT_SECONDS  # of silence by which the rank is known that ended while others waited for it
+MPIRUN_SECONDS = 6.0  # in which Open MPI's mpirun, once a rank has failed, asks those on other nodes to end (after 3 s)
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "Socket closed", "remote process exited")
 _GONE = "another rank ended without a word (killed, or out of memory?); see its node's log"
 
@@ -185,7 +186,8 @@ def _end_before_meeting(failure: Failure) -> NoReturn:
         last_words.leave(failure.status)
     if failure.asked:
         last_words.leave(failure.status)  # by a launcher, perhaps, because another rank failed: that one tells why
-    if _asked.wait(GRACE_SECONDS if guess_ranks()[1] == 0 else 2 * GRACE_SECONDS):
+    patience = GRACE_SECONDS * (1 if guess_ranks()[1] == 0 else 2)
+    if _asked.wait(max(patience, MPIRUN_SECONDS) if "OMPI_COMM_WORLD_RANK" in os.environ else patience):
         last_words.leave(failure.status)  # the launcher ends this one, since another has failed, and told why
     is_there = True if place is None else _ask_rank_0(failure, place, GRACE_SECONDS)
     say(failure.shown(alone=True))
