@@ -35,7 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_guarded(lambda: launch_command.launch(given[1:]))
     if given[:1] == ["hostfile"]:
         return run_guarded(lambda: launch_command.hostfile(given[1:]))
+    if given[:1] == ["plan"]:
+        return run_guarded(lambda: _plan(given[1:]))
     return run_guarded(lambda: _run(given))
+
+
+def _plan(given: list[str]) -> int:
+    from qwen_edit_zero.commands.plan import plan
+
+    return plan(given)
 
 
 def _run(given: list[str]) -> int:
@@ -51,6 +59,7 @@ def _parser() -> ArgumentParser:
     verbs.add_parser("cache", help="fill the cache of a recipe, or look after one", add_help=False)
     verbs.add_parser("doctor", help="look at nodes, folders and network before training", add_help=False)
     verbs.add_parser("launch", help="start training on a cluster, or show the command that does", add_help=False)
+    verbs.add_parser("plan", help="say what a run needs before a GPU is rented: memory, time, cost", add_help=False)
     verbs.add_parser("hostfile", help="check a hostfile, or write it for another launcher", add_help=False)
     verb = verbs.add_parser("consolidate", help="turn a checkpoint into a model folder that diffusers loads")
     verb.add_argument(

@@ -53,6 +53,7 @@ class Report:
         """All tables, and what is missing."""
         tables = [
             step_table(self.steps, self.subject, self.device),
+            plan_table(self.steps, self.device),
             contract_table(self.contract),
             vae_table(self.encodings),
         ]
@@ -95,6 +96,33 @@ def step_table(rows: Sequence[Measured], subject: Subject, device: str) -> Table
         f"to be differentiated, and workspaces."
     )
     return Table(f"LoRA steps on {device}", columns, cells, notes)
+
+
+def plan_table(rows: Sequence[Measured], device: str) -> Table:
+    """The planner's memory and time beside what was measured."""
+    columns = ["engine", "blocks", "attention", "peak GiB", "planned GiB", "off by", "step s", "planned s", "within"]
+    cells = []
+    for row in rows:
+        step, planned = median(row.seconds), row.planned_seconds
+        cells.append(
+            [
+                row.engine,
+                "compiled" if row.compiled else "eager",
+                row.attention,
+                f"{row.peak_bytes / 2**30:.2f}",
+                f"{row.planned_bytes / 2**30:.2f}",
+                f"{row.planned_bytes / row.peak_bytes - 1:+.1%}",
+                f"{step:.3f}",
+                "?" if planned is None else f"{planned[0]:.3f} - {planned[1]:.3f}",
+                "?" if planned is None else "yes" if planned[0] <= step <= planned[1] else "no",
+            ]
+        )
+    notes = (
+        "What `qwen-edit-zero plan` says of these steps. Memory is what tensors take, without the CUDA context and "
+        "fragmentation. Blocks are planned as if they were not compiled. (On a CPU the measured peak is the process's "
+        "resident set, which holds Python and its libraries too.)"
+    )
+    return Table(f"Planned and measured on {device}", columns, cells, notes)
 
 
 def contract_table(outcomes: Sequence[Outcome]) -> Table:

@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu_check.devices import dense_bf16_tflops
 from benchmarks.gpu_check.memory import peak, release, synchronize
 from benchmarks.gpu_check.model import Subject, build, sample, settings, step_memory
+from benchmarks.gpu_check.planned import planned_step
 from qwen_edit_zero.edit_data.batches.batch import EditBatch
 from qwen_edit_zero.edit_model.attention import resolve_attention
 from qwen_edit_zero.edit_model.transformer import set_attention
@@ -37,6 +38,7 @@ class Measured:
         mfu: that, as a share of the device's peak; None where the peak is not known.
         peak_bytes: most memory in use.
         expected_bytes: by the formulas, without what one block needs to be differentiated.
+        planned_bytes, planned_seconds: by the planner: peak, and low and high of a step where it knows the GPU.
     """
 
     engine: str
@@ -49,6 +51,8 @@ class Measured:
     mfu: float | None
     peak_bytes: int
     expected_bytes: float
+    planned_bytes: int
+    planned_seconds: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ def _measure_steps(
         synchronize(device)
         seconds.append(time.perf_counter() - began)
     top = dense_bf16_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    planned_bytes, planned_seconds = planned_step(subject, run, device)
     tflops = task.flops(batch) / median(seconds) / 1e12
     return Measured(
         engine=engine.name,
@@ -120,6 +125,8 @@ def _measure_steps(
         mfu=tflops / top if top else None,
         peak_bytes=peak(device),
         expected_bytes=step_memory(subject, engine.name),
+        planned_bytes=planned_bytes,
+        planned_seconds=planned_seconds,
     )
 
 

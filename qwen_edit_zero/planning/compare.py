@@ -10,12 +10,13 @@ from typing import Any
 from qwen_edit_zero.planning.hardware import Cluster, accelerator_of_device
 from qwen_edit_zero.planning.job import Job, make_job
 from qwen_edit_zero.planning.kinds import Kind, Phase
-from qwen_edit_zero.planning.layout import flat_elements, rows_part, sub_groups, without_gradient
+from qwen_edit_zero.planning.layout import flat_elements, rows_part, sub_groups
 from qwen_edit_zero.planning.measured import Measured
 from qwen_edit_zero.planning.plan import Plan
 from qwen_edit_zero.planning.quantities import show_bytes, show_seconds
 from qwen_edit_zero.planning.state import state
 from qwen_edit_zero.planning.tokens import SampleShape
+from qwen_edit_zero.planning.trainable import without_gradient
 from qwen_edit_zero.planning.units import show_times, table
 from qwen_edit_zero.settings.load import load_settings
 from qwen_edit_zero.settings.models import Settings
@@ -132,7 +133,7 @@ def gradient_bytes(job: Job) -> int:
         case "ddp":
             return 4 * job.trained_elements
         case "fsdp2":
-            unused = set(without_gradient(job))
+            unused = set(without_gradient(job.trained, job.model.blocks))
             return 4 * sum(rows_part(p, job.shard_size) for p in job.trained if p not in unused)
         case "zero3":
             return 4 * sum(sub_groups(job))

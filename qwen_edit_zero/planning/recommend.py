@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from qwen_edit_zero.errors import UserError
 from qwen_edit_zero.planning.hardware import Cluster, known_accelerators
 from qwen_edit_zero.planning.quantities import show_bytes
-from qwen_edit_zero.planning.search import MARGIN, Option, candidate, families_of, fitting, least
+from qwen_edit_zero.planning.search import MARGIN, Option, candidate, families_of, fitting, least, micros
 from qwen_edit_zero.planning.units import show_range, show_times
 from qwen_edit_zero.planning.variants import GLOBAL, MICRO, RESET, Recompute, recomputations
 from qwen_edit_zero.planning.wish import Wish
@@ -66,10 +66,8 @@ def recommend(wish: Wish) -> Recommendation:
 
 def _too_much(wish: Wish, smallest: Option) -> _Refused:
     """`81.1 GiB at its peak ..., 2.0 GiB more than may be used; fits on 16 of these GPUs`."""
-    phase, peak = smallest.plan.memory.peak
-    memory = wish.gpus.accelerator.memory
+    phase, peak, over = smallest.lack
     text = f"{show_bytes(peak)} at its peak ({phase}) at the very least"
-    over = peak - (1 - MARGIN) * memory
     text += f", {show_bytes(over)} more than may be used" if over > 0 else ", and more host memory than there is"
     gpus = _gpus_needed(wish, smallest)
     text += f"; fits on {gpus} of these GPUs" if gpus else "; more of these GPUs do not help"
@@ -79,7 +77,7 @@ def _too_much(wish: Wish, smallest: Option) -> _Refused:
 def _gpus_needed(wish: Wish, smallest: Option) -> int | None:
     """The least number of GPUs, this one doubled, on which a family fits; None: on none, as more do not help."""
     cluster, family = wish.gpus, smallest.family
-    peak = smallest.plan.memory.peak[1]
+    peak = smallest.lack[1]
     while "hybrid" not in family.name and (world := cluster.world * 2) <= _MOST_GPUS:
         nodes = cluster.nodes * 2 if cluster.nodes > 1 or cluster.gpus_per_node >= 8 else 1
         cluster = cluster.of(nodes, world // nodes)
@@ -88,9 +86,9 @@ def _gpus_needed(wish: Wish, smallest: Option) -> int | None:
             return None
         if more.fits:
             return world
-        if more.plan.memory.peak[1] > _HELPS * peak:
+        if more.lack[1] > _HELPS * peak:
             return None
-        peak = more.plan.memory.peak[1]
+        peak = more.lack[1]
     return None
 
 
@@ -127,7 +125,9 @@ def _explained(wish: Wish, option: Option) -> Option:
             before -= 1
         why.append(text)
     if split > 1:
-        why.append(f"{split} GPUs share each sample, as one alone has not the memory, or the batch too few samples")
+        size = settings.batch.global_size
+        too_few = f"the batch has {size} samples for {wish.gpus.world} GPUs"
+        why.append(f"{split} GPUs share each sample, as {'one has not the memory' if micros(wish, 1) else too_few}")
     if micro > 1:
         why.append(f"{micro} samples in a forward, so that messages are fewer")
     return replace(option, why=tuple(why))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.planning.job import make_job
+from qwen_edit_zero.planning.kinds import Phase
 from qwen_edit_zero.planning.plan import Plan
 from qwen_edit_zero.planning.variants import (
     MICRO,
@@ -52,11 +53,21 @@ class Option:
         return (low + high) / 2
 
     @property
-    def fits(self) -> bool:
-        """With the margin."""
+    def lack(self) -> tuple[Phase, int, int]:
+        """(phase, its bytes, how many of them are more than may be used) where most is lacking; the last is negative
+        where everything fits. Loading needs no margin: what it takes is known, and nothing grows."""
         accelerator = self.plan.accelerator
         assert accelerator is not None
-        return bool(self.plan.fits) and self.plan.memory.peak[1] <= (1 - MARGIN) * accelerator.memory
+        limits = {Phase.LOAD: accelerator.memory}
+        usual = int((1 - MARGIN) * accelerator.memory)
+        sizes = {phase: sum(kinds.values()) for phase, kinds in self.plan.memory.device.items()}
+        phase = max(sizes, key=lambda phase: sizes[phase] - limits.get(phase, usual))
+        return phase, sizes[phase], sizes[phase] - limits.get(phase, usual)
+
+    @property
+    def fits(self) -> bool:
+        """With the margin."""
+        return bool(self.plan.fits) and self.lack[2] <= 0
 
 
 def families_of(wish: Wish) -> Iterator[Family]:
@@ -74,7 +85,7 @@ def fitting(wish: Wish, family: Family) -> list[Option]:
     for split in _splits(wish):
         ways = recomputations(wish.pinned)
         first = 0
-        for micro in _micros(wish, split):
+        for micro in micros(wish, split):
             index = first
             for index in range(first, len(ways)):
                 option = candidate(wish, family, split, micro, ways[index])
@@ -94,7 +105,8 @@ def _splits(wish: Wish) -> Sequence[int | None]:
     return splits(heads=wish.model.heads, world=gpus.world, gpus_per_node=gpus.gpus_per_node, pinned=wish.pinned)
 
 
-def _micros(wish: Wish, split: int | None) -> Sequence[int | None]:
+def micros(wish: Wish, split: int | None) -> Sequence[int | None]:
+    """Micro-batches that divide the batch, if `split` ranks share each sample; none if no number does."""
     size = wish.base.settings.engine.sequence_parallel if split is None else split
     return micro_sizes(
         global_size=wish.base.settings.batch.global_size, shares=wish.gpus.world // size, pinned=wish.pinned
@@ -109,7 +121,7 @@ def least(wish: Wish, family: Family) -> Option | str:
         "shared or not"
     )
     for split in reversed(_splits(wish)):
-        for micro in _micros(wish, split)[:1]:
+        for micro in micros(wish, split)[:1]:
             option = candidate(wish, family, split, micro, ways[-1])
             if isinstance(option, Option):
                 return option

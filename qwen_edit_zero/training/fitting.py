@@ -19,8 +19,10 @@ from qwen_edit_zero.training.conditioning import Conditioned
 from qwen_edit_zero.training.guard import STATE, SpikeGuard
 from qwen_edit_zero.training.hooks import ChronicleHook, DrawnHook, MetricsHook, PeriodicHook
 from qwen_edit_zero.training.lr import lr_at
+from qwen_edit_zero.training.measured import MeasuredHook, Measurements
 from qwen_edit_zero.training.metrics import MetricsWriter, StepMetrics
 from qwen_edit_zero.training.order import SampleOrder
+from qwen_edit_zero.training.planned import tell_comparison
 from qwen_edit_zero.training.progress import LateProgress, Progress
 from qwen_edit_zero.training.replay import ReplayHook
 from qwen_edit_zero.training.resume import RunIdentity
@@ -95,9 +97,19 @@ class Fitting:
             extra_seconds=settings.run.hang_seconds,
             first_seconds=max(settings.engine.timeout_seconds, settings.run.hang_seconds),
         )
+        measurements = Measurements(engine)
+        measured = MeasuredHook(
+            measurements,
+            self.path,
+            rank=rank,
+            config=self.folder.transformer_config,
+            first=first,
+            tell=lambda record: tell_comparison(settings, record, progress.say),
+        )
         hooks: list[Hook] = [
             ChronicleHook(self.chronicle, watchdog, settings.run.silent_seconds),
             MetricsHook(progress, writer),
+            measured,
             DrawnHook(order.distribution, progress, writer),
             *([] if validation is None else [validation]),
             checkpoints,
@@ -146,9 +158,11 @@ class Fitting:
                     min_loss_scale=settings.precision.min_loss_scale if settings.precision.mode == "fp16" else None,
                     guard=guard,
                     last=last,
+                    measurements=measurements,
                     asked_to_end=lambda: signals.requested() is not None,
                     hooks=hooks,
                 ).fit(first, total_steps, samples_seen=schedule.samples_before(first))
+                measured.write()
                 position.end("saving")
                 if stopped is None:
                     checkpoints.finish()

@@ -41,6 +41,7 @@ from qwen_edit_zero.training.guard import STATE, RollBack, SpikeGuard
 from qwen_edit_zero.training.loading import check_whole, load_checkpoint
 from qwen_edit_zero.training.metrics import StepMetrics
 from qwen_edit_zero.training.order import order_identity, sample_order
+from qwen_edit_zero.training.planned import tell_plan
 from qwen_edit_zero.training.saving import lora_reference
 
 
@@ -200,6 +201,7 @@ class _Run:
         self.chronicle.may_write()
         if self.rank == 0:
             run_folder.write_settings(self.path, self.settings_text)
+        tell_plan(settings, self.folder, data, engine, self.say)
         fitting = Fitting(settings, self.folder, conditioned, order, identity, frozen, guard, self.chronicle, self.path)
         while True:
             try:

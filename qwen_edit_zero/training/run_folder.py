@@ -3,6 +3,7 @@
 RUN/settings.yaml     resolved settings, where each value came from, versions
 RUN/metrics.jsonl     one line an optimizer step
 RUN/drawn.jsonl       one line an epoch: how many samples of each category it drew
+RUN/measured.json     memory by kind and phase, and the time of steps, to be compared with the plan
 RUN/tensorboard/
 RUN/checkpoints/step-00000200/
 RUN/samples/step-00000200/

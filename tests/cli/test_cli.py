@@ -18,7 +18,9 @@ def call(*command: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[
     return subprocess.run([*command], cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.mark.parametrize("verb", [[], ["train"], ["consolidate"], ["report"], ["hostfile", "check"], ["checkpoint"]])
+@pytest.mark.parametrize(
+    "verb", [[], ["train"], ["consolidate"], ["report"], ["hostfile", "check"], ["checkpoint"], ["plan"]]
+)
 def test_every_verb_has_help(verb: list[str]) -> None:
     done = call(BIN / "qwen-edit-zero", *verb, "--help")
     assert done.returncode == 0

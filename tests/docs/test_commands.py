@@ -96,7 +96,7 @@ def _real(word: str, finished_run: Path, tmp_path: Path) -> str:
     (checkpoint,) = (finished_run / "checkpoints").glob("step-*")
     known = {
         "RUN": finished_run, "runs/demo": finished_run, "OUT": tmp_path / "out", "CHECKPOINT": checkpoint,
-        "SOURCE": demo_manifest("train"), "OUT.jsonl": tmp_path / "out.jsonl",
+        "SOURCE": demo_manifest("train"), "OUT.jsonl": tmp_path / "out.jsonl", "OUT.svg": tmp_path / "out.svg",
     }  # fmt: skip
     if word in known:
         return str(known[word])

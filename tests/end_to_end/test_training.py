@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageChops
 
+from qwen_edit_zero.planning.compare import compare_run
+from qwen_edit_zero.planning.kinds import Kind
 from tests.end_to_end.commands import BIN, ENGINE, ROOT, Ended, losses, metrics, run
 
 STARTS = {  # one of each launcher and each engine
@@ -64,6 +66,20 @@ def test_metrics_hold_what_is_promised(runs: Path) -> None:
     settings = (runs / "deepspeed" / "settings.yaml").read_text(encoding="utf-8")
     assert "torch:" in settings
     assert "override" in settings
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_what_ranks_hold_is_what_the_planner_said(runs: Path, name: str) -> None:
+    found = compare_run(runs / name)
+    assert found.job.kind == STARTS[name][1]
+    assert {row.what for row in found.state} >= {Kind.MASTERS, Kind.MOMENTS}
+    for row in (*found.state, found.total):
+        assert abs(row.error) < 0.01, row
+    assert found.measured.times is not None
+    assert found.measured.times.count == 2
+    said = (runs / name / "logs" / "rank-00000.log").read_text(encoding="utf-8")
+    assert "plan: memory a rank: " in said
+    assert "measured: state " in said
 
 
 def test_a_run_goes_on_under_another_engine_and_number_of_ranks_as_if_it_had_not_stopped(
