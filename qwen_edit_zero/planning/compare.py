@@ -10,7 +10,7 @@ from typing import Any
 from qwen_edit_zero.planning.hardware import Cluster, accelerator_of_device
 from qwen_edit_zero.planning.job import Job, make_job
 from qwen_edit_zero.planning.kinds import Kind, Phase
-from qwen_edit_zero.planning.layout import flat_elements, rows_part, sub_groups
+from qwen_edit_zero.planning.layout import rows_part, sub_groups
 from qwen_edit_zero.planning.measured import Measured
 from qwen_edit_zero.planning.plan import Plan
 from qwen_edit_zero.planning.quantities import show_bytes, show_seconds
@@ -51,7 +51,7 @@ class Row:
 class Comparison:
     """
     Attributes:
-        state: what ranks hold between steps, kind by kind (gradients: after the last backward pass).
+        state: what ranks hold between steps, kind by kind (gradients, but of ZeRO-1/2: after the last backward pass).
         peaks: device memory in use at the peak of each phase; empty on CPUs.
         step: seconds, predicted; None where the GPU is not known.
     """
@@ -118,27 +118,25 @@ def _state(job: Job, measured: Measured) -> Iterator[Row]:
                 predicted += held.host.get(kind, 0)
             if predicted or found.get(key):
                 yield Row(f"{kind}{name}", predicted, found.get(key, 0))
-        # ZeRO-1 keeps some gradients whole and has flattened others.
+        # ZeRO-1/2 have flattened some gradients and hold others whole until they step.
         if (
             not host
-            and job.kind != "zero1"
+            and job.kind not in ("zero1", "zero2")
             and (gradients := measured.state.get("gradients", 0) + measured.host_state.get("gradients", 0))
         ):
             yield Row(f"{Kind.GRADIENTS}, after the last backward pass", gradient_bytes(job), gradients)
 
 
 def gradient_bytes(job: Job) -> int:
-    """fp32 gradients of a rank when the last backward pass of a step has been reduced, buckets aside."""
+    """DDP, FSDP2, ZeRO-3: fp32 gradients of a rank when the last backward pass of a step has been reduced."""
     match job.kind:
         case "ddp":
             return 4 * job.trained_elements
         case "fsdp2":
             unused = set(without_gradient(job.trained, job.model.blocks))
             return 4 * sum(rows_part(p, job.shard_size) for p in job.trained if p not in unused)
-        case "zero3":
-            return 4 * sum(sub_groups(job))
         case _:
-            return 4 * flat_elements(job.trained, job.world) // job.world
+            return 4 * sum(sub_groups(job))
 
 
 def _peaks(plan: Plan, measured: Measured) -> Iterator[Row]:
