@@ -258,8 +258,8 @@ def test_a_lost_node_s_job_is_requeued_by_slurm_and_its_stale_copy_writes_nothin
     with healthy_afterwards(nodes, "node2"):
         how = ["--nodes=2", "--gpus-per-node=1", f"--output={out}", "slurm/train.sbatch", "--engine", "fsdp2"]
         job = slurm.submit(*how, *reference.arguments("lost"), steps, "checkpoint.every=5", cwd=ROOT)
+        assert slurm.wait(job, states=["RUNNING"], timeout=60)["NodeList"] == "node[2-3]"
         train_until(folder, 12)
-        assert slurm.job(job)["NodeList"] == "node[2-3]"
         assert slurm.run("scancel", holder).status == 0
         nodes.cut("node2")
         nodes.pause("node2")

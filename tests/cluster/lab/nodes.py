@@ -120,6 +120,7 @@ class Nodes:
 
     def end(self, process: subprocess.Popen[str], *, timeout: float = 300.0) -> Ended:
         """Wait for a command that `start` began. Raises AssertionError with its output if that takes too long."""
+        process.send_signal(signal.SIGCONT)  # nsenter stops with what it has started: see `pause`
         try:
             text, _ = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
