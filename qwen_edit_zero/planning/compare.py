@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.planning.hardware import Cluster, accelerator_of_device
 from qwen_edit_zero.planning.job import Job, make_job
 from qwen_edit_zero.planning.kinds import Kind, Phase
@@ -18,8 +22,8 @@ from qwen_edit_zero.planning.state import state
 from qwen_edit_zero.planning.tokens import SampleShape
 from qwen_edit_zero.planning.trainable import without_gradient
 from qwen_edit_zero.planning.units import show_times, table
-from qwen_edit_zero.settings.load import load_settings
 from qwen_edit_zero.settings.models import Settings
+from qwen_edit_zero.settings.yaml_source import read_yaml
 
 SETTINGS_FILE = "settings.yaml"
 _KINDS = {
@@ -71,8 +75,15 @@ class Comparison:
 def compare_run(run: Path) -> Comparison:
     """Compare a run by its folder. Raises UserError if it has no measurements, or if its settings cannot be read."""
     measured = Measured.read(run)
-    loaded = load_settings(run / SETTINGS_FILE, world_size=measured.ranks)
-    return compare(loaded.settings, measured)
+    return compare(_settings(run / SETTINGS_FILE), measured)
+
+
+def _settings(path: Path) -> Settings:
+    """The settings that a run was trained with, which were checked then."""
+    try:
+        return Settings.model_validate_json(json.dumps(read_yaml(path, shown=str(path)).values), strict=True)
+    except ValidationError as error:
+        raise SettingsError(f"{path} was written by another version, or changed since: {error}") from error
 
 
 def compare(settings: Settings, measured: Measured) -> Comparison:
