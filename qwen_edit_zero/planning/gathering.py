@@ -49,21 +49,47 @@ def gathering(job: Job) -> Gathering:
     assert job.zero is not None
     # Without padding the number of ranks makes no difference.
     is_even = job.world > 1 and all(p.elements % job.world == 0 for p in job.trained + job.frozen)
-    return _gathering(job.model, job.settings.model, job.zero, 2 if is_even else job.world)
+    world = 2 if is_even else job.world
+    return _gathering(job.model, job.settings.model, job.zero, world, job.accumulation > 1)
 
 
 @functools.lru_cache(maxsize=64)
-def _gathering(model: TransformerShape, settings: ModelSettings, zero: ZeroOptions, world: int) -> Gathering:
+def _gathering(
+    model: TransformerShape, settings: ModelSettings, zero: ZeroOptions, world: int, accumulates: bool
+) -> Gathering:
     if world == 1:
         return Gathering(0, 0, 0, 0)  # parameters are used where they lie
     coordinator = _Coordinator(model, settings, zero, world)
+    if accumulates:
+        # What is released where is remembered from the first pass after the recorded one. Within the first step,
+        # parameters that are to stay gathered were not there yet.
+        first = _Coordinator(model, settings, zero, world, without_persistent=True)
+        first.run()
+        coordinator.remembered = first.remembered
     coordinator.run()
     gathered, peaks = coordinator.gathered, coordinator.peaks
     return Gathering(gathered[False], gathered[True], peaks[False], peaks[True])
 
 
+@dataclass
+class _Arrival:
+    """Parameters that were gathered together; `waiting` have not been asked for yet."""
+
+    places: list[int]
+    waiting: int
+    has_come: bool = False
+
+
 class _Coordinator:
-    def __init__(self, model: TransformerShape, settings: ModelSettings, zero: ZeroOptions, world: int) -> None:
+    def __init__(
+        self,
+        model: TransformerShape,
+        settings: ModelSettings,
+        zero: ZeroOptions,
+        world: int,
+        *,
+        without_persistent: bool = False,
+    ) -> None:
         self._max_live, self._prefetch, self._reuse = zero.max_live, zero.prefetch_bucket, zero.max_reuse_distance
         trained, frozen = split(model, settings)
         parameters = trained + frozen
@@ -74,8 +100,9 @@ class _Coordinator:
         self._uses = passes(model, settings)
         self._queue = deque((place, step) for step, use in enumerate(self._uses) for place in sorted(use.parameters))
         self._fetched_for = [_NEVER] * len(parameters)
-        self._there = set(self._persistent)
-        self._in_flight: dict[int, list[int]] = {}  # by parameter, those that were asked for with it
+        self._there = set() if without_persistent else set(self._persistent)
+        self.remembered: dict[int, set[int]] = {}  # what is released after each use
+        self._arrivals: dict[int, _Arrival] = {}  # by parameter, until it is asked for
         self._live = 0  # elements that count against max_live
         self._memory = 0
         self.gathered = {False: 0, True: 0}
@@ -111,36 +138,47 @@ class _Coordinator:
         self._gather(ahead, use.backward)
 
     def _is_away(self, place: int) -> bool:
-        return place not in self._there and place not in self._in_flight
+        return place not in self._there and place not in self._arrivals
 
     def _gather(self, places: Iterable[int], backward: bool) -> None:
-        group = list(places)
-        for place in group:
-            self._in_flight[place] = group
+        arrival = _Arrival(list(places), 0)
+        arrival.waiting = len(arrival.places)
+        for place in arrival.places:
+            self._arrivals[place] = arrival
             self._live += self._sizes[place]
-        size = sum(self._padded[place] for place in group)
+        size = sum(self._padded[place] for place in arrival.places)
         self.gathered[backward] += size
         self._take(size, backward)
 
     def _wait(self, place: int, backward: bool) -> None:
-        group = self._in_flight.pop(place, None)
-        if group is None:
+        arrival = self._arrivals.pop(place, None)
+        if arrival is None:
             return
-        if len(group) > 1 or group[0] != place:
-            # The first use copies all of them out of the buffer, which goes with the last use.
-            if not any(other in self._there for other in group):
-                self._take(sum(self._sizes[other] for other in group), backward)
-            if not any(other in self._in_flight for other in group):
-                self._memory -= sum(self._padded[other] for other in group)
-        else:
-            self._memory += self._sizes[place] - self._padded[place]
-        self._there.update(group)
+        arrival.waiting -= 1
+        alone = len(arrival.places) == 1
+        if not arrival.has_come:
+            arrival.has_come = True
+            self._there.update(arrival.places)
+            if not alone:  # all are copied out of the buffer
+                self._take(sum(self._sizes[other] for other in arrival.places), backward)
+        if arrival.waiting == 0 and not alone:
+            self._memory -= sum(self._padded[other] for other in arrival.places)
+        elif alone:  # the parameter is a view of it; what is released counts without padding
+            self._memory -= self._padded[place] - self._sizes[place]
 
     def _take(self, size: int, backward: bool) -> None:
         self._memory += size
         self.peaks[backward] = max(self.peaks[backward], self._memory)
 
     def _release(self, step: int, use: Use) -> None:
+        if step not in self.remembered:
+            self.remembered[step] = self._to_release(step, use)
+        for place in self.remembered[step] & self._there:
+            self._there.discard(place)
+            self._live -= self._sizes[place]
+            self._memory -= self._sizes[place]
+
+    def _to_release(self, step: int, use: Use) -> set[int]:
         leaving = {p for p in use.parameters if p not in self._persistent and self._fetched_for[p] <= step}
         traversed = 0
         for later in self._uses[step:]:
@@ -148,7 +186,4 @@ class _Coordinator:
                 break
             leaving.difference_update(later.parameters)
             traversed += sum(self._sizes[place] for place in later.parameters)
-        for place in leaving & self._there:
-            self._there.discard(place)
-            self._live -= self._sizes[place]
-            self._memory -= self._sizes[place]
+        return leaving

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from qwen_edit_zero.planning.job import Job
 from qwen_edit_zero.planning.kinds import Holding, Kind, added, page_locked
 from qwen_edit_zero.planning.layout import (
-    elements,
     flat_elements,
     persistent,
     rows_part,
@@ -124,7 +123,7 @@ def _zero3(job: Job) -> Holding:
     small = persistent(job.trained + job.frozen, zero)
     device = {
         Kind.BUCKETS: FP32 * zero.reduce_bucket if zero.contiguous_gradients else 0,
-        Kind.GATHERED: cast * elements(small) if job.world > 1 else 0,
+        Kind.GATHERED: cast * sum(slice_part(p, job.world) for p in small) * job.world if job.world > 1 else 0,
     }
     host: dict[Kind, int] = {}
     if zero.offload_optimizer is None:

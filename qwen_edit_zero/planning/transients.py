@@ -125,6 +125,9 @@ def _zero12(job: Job) -> Mapping[Phase, Holding]:
     if job.accumulation > 1:
         forward = {Kind.GRADIENTS: whole if job.kind == "zero1" else own}
     step = {Kind.GRADIENTS: own + (FP32 * part if cast == FP32 else 0), Kind.BUCKETS: norm}
+    if job.kind == "zero1":
+        # Gradients of other ranks' parts are views of buckets, or, larger than those, as they were.
+        step[Kind.BUCKETS] += buffers + FP32 * sum(p.elements for p in job.trained if p.elements > bucket)
     if zero.offload_optimizer is not None:
         backward[Kind.BUCKETS] += norm
         step = {Kind.GRADIENTS: own}
