@@ -101,7 +101,7 @@ def test_deepspeed_starts_ranks_with_open_mpi(nodes: Nodes, reference: Reference
 def test_deepspeed_over_eight_nodes(nodes: Nodes, tmp_path: Path) -> None:
     """The command of the README with the demo recipe, with one process a node, cut down to three steps."""
     short = ["run.max_steps=3", "data.max_samples=24", "sampling.count=0", "batch.micro_size=1", f"run.dir={tmp_path}"]
-    short.append(f"data.cache_dir={tmp_path / 'cache'}")
+    short += ["schedule.warmup_steps=0", f"data.cache_dir={tmp_path / 'cache'}"]
     single = subprocess.run(
         [BIN / "python", TRAIN, "--engine", "ddp", *short, "run.name=single"], cwd=ROOT, check=False
     )
