@@ -40,53 +40,59 @@ def _ddp(job: Job) -> Mapping[Phase, Holding]:
     # While micro-batches are added up without reduction, gradients are not yet in the buckets, which stay beside them.
     beside = FP32 * _gradient_elements(job) if job.accumulation > 1 else 0
     gradients = Holding(device=added([{Kind.GRADIENTS: beside}]))
-    forward = gradients  # from the second micro-batch on
-    return {Phase.FORWARD: forward, Phase.BACKWARD: gradients}
+    missing = FP32 * (job.trained_elements - _gradient_elements(job))  # get a gradient of zeros
+    step = Holding(device=added([{Kind.GRADIENTS: missing}]))
+    # in forward from the second micro-batch on
+    return {Phase.FORWARD: gradients, Phase.BACKWARD: gradients, Phase.STEP: step}
 
 
 def _fsdp2(job: Job) -> Mapping[Phase, Holding]:
     root, blocks = units(job)
     engine, cast, shards = job.settings.engine, job.compute_bytes, job.shard_size
     gathered = max(block.gathered for block in blocks)
-    part = max(block.part for block in blocks)
-    ahead = engine.prefetch_blocks
-    # A block's parameters, the buffer they came in, and those that are on their way; then fp32 shards are cast.
-    arriving = (1 + (ahead or 0)) if shards > 1 else 0
-    casting = part if shards > 1 else 0
+    all_blocks = sum(block.gathered for block in blocks)
+    # While a block's parameters are copied out of the buffer they came in, the buffer of the block before is still
+    # there; so are those gathered ahead. One rank alone gathers nothing.
+    ahead = max(engine.prefetch_blocks or 1, 1) if shards > 1 else 0
+    forward = gathered * ((2 + ahead) if shards > 1 else 1)
+    backward = gathered * (1 + ahead)
+    if not engine.reshard_after_forward:
+        forward = all_blocks + (2 * gathered if shards > 1 else 0)
+        backward = all_blocks - gathered  # the last block is released before anything waits to be reduced
     if engine.cpu_offload and job.settings.engine.device != "cpu":
-        casting += part * FP32 // cast
-    if engine.reshard_after_forward:
-        forward = root.gathered + gathered * (1 + arriving) + casting
-        backward = root.gathered + gathered * (1 + ((ahead or 1) if shards > 1 else 0)) + casting
-    else:
-        forward = root.gathered + sum(block.gathered for block in blocks) + (gathered if shards > 1 else 0) + casting
-        backward = root.gathered + sum(block.gathered for block in blocks)
-    reduced = max(block.reduced for block in blocks)
-    own = max(block.gradients for block in blocks)
+        casting = max(block.part for block in blocks) * (FP32 + cast) // cast  # fp32 shards come over, then are cast
+        forward, backward = forward + casting, backward + casting
     # What is reduced of the block before, while this block's gradients come up in the compute precision.
-    buckets = max(FP32 * reduced + cast * own, FP32 * root.reduced + cast * root.gradients)
+    buckets = FP32 * max(block.reduced for block in blocks) + cast * max(block.gradients for block in blocks)
+    buckets = max(buckets, FP32 * root.reduced + cast * root.gradients)
     held = _fsdp2_gradients(job)
-    whole = 0
-    if not engine.reduce_every_micro_batch and job.accumulation > 1:
-        whole = FP32 * (root.gradients + sum(block.gradients for block in blocks))
-    device_gradients = whole + (FP32 * reduced // shards if engine.cpu_offload else held)
-    first = {Kind.GRADIENTS: device_gradients if job.accumulation > 1 else 0}
-    host = added([{Kind.GRADIENTS: held}]) if engine.cpu_offload else {}
+    accumulates = job.accumulation > 1
+    whole = accumulates and not engine.reduce_every_micro_batch
+    gradients = held
+    if whole:  # shards come up as whole gradients go
+        gradients = FP32 * (root.gradients + sum(block.gradients for block in blocks))
+    elif engine.cpu_offload:
+        gradients = FP32 * max(block.reduced for block in blocks) // shards  # on their way to the host
     missing = FP32 * sum(rows_part(p, shards) for p in without_gradient(job.trained, job.model.blocks))
-    in_step = held + missing
-    return {
-        Phase.FORWARD: Holding(
-            device=added([first, {Kind.GATHERED: cast * forward}]), host=host if job.accumulation > 1 else {}
-        ),
-        Phase.BACKWARD: Holding(
-            device=added([{Kind.GRADIENTS: device_gradients, Kind.GATHERED: cast * backward, Kind.BUCKETS: buckets}]),
-            host=host,
-        ),
-        Phase.STEP: Holding(
-            device={} if engine.cpu_offload else added([{Kind.GRADIENTS: in_step}]),
-            host=added([{Kind.GRADIENTS: held + missing}]) if engine.cpu_offload else {},
-        ),
+    from_before = {
+        Kind.GRADIENTS: gradients if accumulates and (whole or not engine.cpu_offload) else 0,
+        Kind.BUCKETS: FP32 * root.reduced if accumulates and not whole else 0,  # kept until the next backward pass
     }
+    on_host = added([{Kind.GRADIENTS: held}]) if engine.cpu_offload else {}
+    in_step = added([{Kind.GRADIENTS: held + missing}])
+    found = {
+        Phase.FORWARD: [from_before, {Kind.GATHERED: cast * (root.gathered + forward)}],
+        Phase.BACKWARD: [
+            {Kind.GRADIENTS: gradients, Kind.BUCKETS: buckets, Kind.GATHERED: cast * (root.gathered + backward)}
+        ],
+        Phase.STEP: [] if engine.cpu_offload else [in_step],
+    }
+    host = {
+        Phase.FORWARD: on_host if accumulates and not whole else {},
+        Phase.BACKWARD: on_host,
+        Phase.STEP: in_step if engine.cpu_offload else {},
+    }
+    return {phase: Holding(device=added(parts), host=host[phase]) for phase, parts in found.items()}
 
 
 def _fsdp2_gradients(job: Job) -> int:
@@ -123,7 +129,9 @@ def _zero12(job: Job) -> Mapping[Phase, Holding]:
     backward = {Kind.GRADIENTS: whole + own, Kind.BUCKETS: buffers + sent}
     forward = {Kind.GRADIENTS: 0}
     if job.accumulation > 1:
-        forward = {Kind.GRADIENTS: whole if job.kind == "zero1" else own}
+        forward = {Kind.GRADIENTS: own}
+        if job.kind == "zero1":  # buckets stay until they are reduced
+            forward = {Kind.GRADIENTS: whole, Kind.BUCKETS: buffers}
     step = {Kind.GRADIENTS: own + (FP32 * part if cast == FP32 else 0), Kind.BUCKETS: norm}
     if job.kind == "zero1":
         # Gradients of other ranks' parts are views of buckets, or, larger than those, as they were.
