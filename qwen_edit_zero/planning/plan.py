@@ -11,7 +11,7 @@ from qwen_edit_zero.planning.cost import Cost, cost
 from qwen_edit_zero.planning.flops import Flops, step_flops
 from qwen_edit_zero.planning.hardware import Accelerator, Cluster
 from qwen_edit_zero.planning.job import Job
-from qwen_edit_zero.planning.kinds import Phase
+from qwen_edit_zero.planning.kinds import Kind, Phase
 from qwen_edit_zero.planning.memory import MemoryPlan, memory
 from qwen_edit_zero.planning.timing import Timing, timing
 
@@ -50,11 +50,23 @@ class Plan:
         return phase, peaks.get(phase, 0)
 
     @cached_property
+    def host_needed(self) -> tuple[Phase, int]:
+        """The same without the copy of a checkpoint, without room for which training waits while one is written."""
+        ranks = self.job.ranks_on_node
+        peaks = {
+            phase: sum(size for kind, size in kinds.items() if kind is not Kind.SAVE) * ranks
+            for phase, kinds in self.memory.host.items()
+        }
+        phase = max(peaks, key=lambda phase: peaks[phase], default=Phase.STEP)
+        return phase, peaks.get(phase, 0)
+
+    @cached_property
     def fits(self) -> bool | None:
         """Whether the peaks are within a GPU's memory and a node's; None: not known."""
         if self.cluster is None:
             return None
-        return self.memory.peak[1] <= self.cluster.accelerator.memory and self.host_peak[1] <= self.cluster.host_memory
+        on_gpu, on_node = self.memory.peak[1], self.host_needed[1]
+        return on_gpu <= self.cluster.accelerator.memory and on_node <= self.cluster.host_memory
 
     @cached_property
     def flops(self) -> Flops:

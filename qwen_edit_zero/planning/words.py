@@ -32,7 +32,7 @@ def _fit(plan: Plan) -> str:
 
 def _host_lack(plan: Plan) -> str:
     assert plan.cluster is not None
-    phase, needed = plan.host_peak
+    phase, needed = plan.host_needed
     return (
         f"{show_bytes(needed)} of host memory a node at its peak ({phase}), and there are "
         f"{show_bytes(plan.cluster.host_memory)}"
