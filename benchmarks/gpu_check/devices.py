@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qwen_edit_zero.planning.hardware import accelerator_of_device
+from qwen_edit_zero.planning.hardware.clusters import accelerator_of_device
 
 
 def dense_bf16_tflops(name: str) -> float | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from benchmarks.gpu_check.model import Subject
-from qwen_edit_zero.planning.hardware import Cluster, accelerator_of_device
-from qwen_edit_zero.planning.job import make_job
-from qwen_edit_zero.planning.kinds import Kind
+from qwen_edit_zero.planning.engines.kinds import Kind
+from qwen_edit_zero.planning.hardware.clusters import Cluster, accelerator_of_device
+from qwen_edit_zero.planning.jobs.job import make_job
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
 from qwen_edit_zero.planning.plan import Plan
-from qwen_edit_zero.planning.tokens import SampleShape
 from qwen_edit_zero.settings.models import Settings
 
 _NOT_ALLOCATED = (Kind.CONTEXT, Kind.FRAGMENTATION)  # torch counts neither among what is allocated

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.planner import folklore
-from qwen_edit_zero.planning.hardware import known_accelerators
-from qwen_edit_zero.planning.published import Measurement, Prediction, not_modelled, predict, published, rates
-from qwen_edit_zero.planning.quantities import GIB
+from qwen_edit_zero.planning.evidence.published import Measurement, Prediction, not_modelled, predict, published, rates
+from qwen_edit_zero.planning.hardware.clusters import known_accelerators
+from qwen_edit_zero.planning.wording.quantities import GIB
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/plan_evidence.md"
 _BEGIN, _END = "<!-- begin table {} -->", "<!-- end table {} -->"

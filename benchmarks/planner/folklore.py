@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qwen_edit_zero.planning.flops import step_flops
-from qwen_edit_zero.planning.hardware import Accelerator, find_accelerator
-from qwen_edit_zero.planning.job import Job, make_job
-from qwen_edit_zero.planning.kinds import Kind, Phase
-from qwen_edit_zero.planning.memory import memory
-from qwen_edit_zero.planning.tokens import SampleShape
+from qwen_edit_zero.planning.engines.kinds import Kind, Phase
+from qwen_edit_zero.planning.engines.memory import memory
+from qwen_edit_zero.planning.hardware.clusters import Accelerator, find_accelerator
+from qwen_edit_zero.planning.jobs.job import Job, make_job
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
+from qwen_edit_zero.planning.passes.flops import step_flops
 from qwen_edit_zero.settings.load import load_settings
 
 GIB = 1024**3

@@ -10,12 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qwen_edit_zero.errors import SettingsError, UserError
-from qwen_edit_zero.planning.hardware import Accelerator, Cluster, known_accelerators, load_accelerators, parse_gpus
-from qwen_edit_zero.planning.here import gpus_here
-from qwen_edit_zero.planning.job import make_job
+from qwen_edit_zero.planning.advice.sweep import AXES, parse_axes, sweep, sweep_table, write_svg
+from qwen_edit_zero.planning.hardware.clusters import (
+    Accelerator,
+    Cluster,
+    known_accelerators,
+    load_accelerators,
+    parse_gpus,
+)
+from qwen_edit_zero.planning.hardware.here import gpus_here
+from qwen_edit_zero.planning.jobs.job import make_job
+from qwen_edit_zero.planning.jobs.wish import Shape, Wish
 from qwen_edit_zero.planning.plan import Plan
-from qwen_edit_zero.planning.sweep import AXES, parse_axes, sweep, sweep_table, write_svg
-from qwen_edit_zero.planning.wish import Shape, Wish
 from qwen_edit_zero.settings.command_line import Parser
 from qwen_edit_zero.settings.load import load_settings
 from qwen_edit_zero.settings.names import nearest
@@ -178,8 +184,8 @@ def _show(parsed: Namespace, found: Plan, wish: Wish) -> None:
 
 
 def _recommend(parsed: Namespace, wish: Wish) -> int:
-    from qwen_edit_zero.planning.recommend import recommend, recommendation_text
-    from qwen_edit_zero.planning.written import command, write_options
+    from qwen_edit_zero.planning.advice.recommend import recommend, recommendation_text
+    from qwen_edit_zero.planning.advice.written import command, write_options
 
     found = recommend(wish)
     print(recommendation_text(wish, found))
@@ -193,7 +199,7 @@ def _recommend(parsed: Namespace, wish: Wish) -> int:
 
 
 def _compare(parsed: Namespace, words: Sequence[str]) -> int:
-    from qwen_edit_zero.planning.compare import compare_run, comparison_json, comparison_text
+    from qwen_edit_zero.planning.evidence.compare import compare_run, comparison_json, comparison_text
 
     if words or parsed.gpus or parsed.ds or parsed.engine:
         raise SettingsError(

@@ -145,8 +145,10 @@ class ParallelEngine(ABC):
         """
 
     def held(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What this rank holds of the model now, for reports: (kind, tensor), where kind is parameters, gathered, masters,
-        gradients, moments or ema. Tensors may share memory; buffers of libraries are not among them.
+        """What this rank holds of the model now, for reports: (kind, tensor).
+
+        A kind is parameters, gathered, masters, gradients, moments or ema. Tensors may share memory; buffers of
+        libraries are not among them.
         """
         return iter(())
 

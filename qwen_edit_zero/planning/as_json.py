@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from qwen_edit_zero.planning.kinds import Kind, Phase
+from qwen_edit_zero.planning.engines.kinds import Kind, Phase
 from qwen_edit_zero.planning.plan import Plan
 
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from qwen_edit_zero.planning.communication import Bytes, traffic
-from qwen_edit_zero.planning.cost import Cost, cost
-from qwen_edit_zero.planning.flops import Flops, step_flops
-from qwen_edit_zero.planning.hardware import Accelerator, Cluster
-from qwen_edit_zero.planning.job import Job
-from qwen_edit_zero.planning.kinds import Kind, Phase
-from qwen_edit_zero.planning.memory import MemoryPlan, memory
-from qwen_edit_zero.planning.timing import Timing, timing
+from qwen_edit_zero.planning.costs.cost import Cost, cost
+from qwen_edit_zero.planning.costs.timing import Timing, timing
+from qwen_edit_zero.planning.engines.communication import Bytes, traffic
+from qwen_edit_zero.planning.engines.kinds import Kind, Phase
+from qwen_edit_zero.planning.engines.memory import MemoryPlan, memory
+from qwen_edit_zero.planning.hardware.clusters import Accelerator, Cluster
+from qwen_edit_zero.planning.jobs.job import Job
+from qwen_edit_zero.planning.passes.flops import Flops, step_flops
 
 
 @dataclass(frozen=True)

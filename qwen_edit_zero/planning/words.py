@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qwen_edit_zero.planning.kinds import Kind, Phase
+from qwen_edit_zero.planning.engines.kinds import Kind, Phase
 from qwen_edit_zero.planning.plan import Plan
-from qwen_edit_zero.planning.quantities import show_bytes
-from qwen_edit_zero.planning.units import show_data, show_flops, show_number, show_range, show_times, table
+from qwen_edit_zero.planning.wording.quantities import show_bytes
+from qwen_edit_zero.planning.wording.units import show_data, show_flops, show_number, show_range, show_times, table
 
 _GROUPS = {"shard": "shard group", "replica": "replicas", "world": "all ranks", "sequence": "sequence group"}
 

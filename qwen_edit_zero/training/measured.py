@@ -18,7 +18,7 @@ from qwen_edit_zero.cluster.collectives import gather_objects
 from qwen_edit_zero.edit_data.batches.batch import EditBatch
 from qwen_edit_zero.edit_model.sizes import PATCH
 from qwen_edit_zero.engines.base import ParallelEngine
-from qwen_edit_zero.planning.measured import MEASURED_FILE, Measured, StepTimes
+from qwen_edit_zero.planning.evidence.measured import MEASURED_FILE, Measured, StepTimes
 from qwen_edit_zero.training.metrics import StepMetrics, memory_peak_bytes
 
 WARM_UP = 2  # steps whose time does not count: kernels are chosen and compiled, memory is found

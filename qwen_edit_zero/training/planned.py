@@ -11,10 +11,10 @@ import torch
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.edit_model.sizes import PATCH, VAE_FACTOR
 from qwen_edit_zero.engines.base import ParallelEngine
-from qwen_edit_zero.planning.hardware import Cluster, accelerator_of_device
-from qwen_edit_zero.planning.job import make_job
-from qwen_edit_zero.planning.measured import Measured
-from qwen_edit_zero.planning.tokens import SampleShape
+from qwen_edit_zero.planning.evidence.measured import Measured
+from qwen_edit_zero.planning.hardware.clusters import Cluster, accelerator_of_device
+from qwen_edit_zero.planning.jobs.job import make_job
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.training.conditioning import TrainingData
 
@@ -46,7 +46,7 @@ def tell_plan(settings: Settings, folder: ModelFolder, data: TrainingData, engin
 def tell_comparison(settings: Settings, measured: Measured, say: Say) -> None:
     """Say what was predicted of that which has been measured."""
     try:
-        from qwen_edit_zero.planning.compare import compare, comparison_line
+        from qwen_edit_zero.planning.evidence.compare import compare, comparison_line
 
         say(comparison_line(compare(settings, measured)))
     except Exception as error:

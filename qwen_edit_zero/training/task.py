@@ -12,7 +12,7 @@ from qwen_edit_zero.edit_model.flow import FlowMatching
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.edit_model.loss import flow_losses
 from qwen_edit_zero.edit_model.sizes import token_count
-from qwen_edit_zero.planning.flops import training_flops
+from qwen_edit_zero.planning.passes.flops import training_flops
 from qwen_edit_zero.settings.models import Settings
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from qwen_edit_zero.edit_data.batches.cost import SampleCosts
 from qwen_edit_zero.edit_data.batches.schedule import StepPlan
 from qwen_edit_zero.edit_data.batches.split import StepShare, share_of_step
-from qwen_edit_zero.planning.flops import training_flops
+from qwen_edit_zero.planning.passes.flops import training_flops
 
 lengths = st.lists(st.integers(20, 2000), min_size=1, max_size=70)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageChops
 
-from qwen_edit_zero.planning.compare import compare_run
-from qwen_edit_zero.planning.kinds import Kind
+from qwen_edit_zero.planning.engines.kinds import Kind
+from qwen_edit_zero.planning.evidence.compare import compare_run
 from tests.end_to_end.commands import BIN, ENGINE, ROOT, Ended, losses, metrics, run
 
 STARTS = {  # one of each launcher and each engine

@@ -15,8 +15,8 @@ from qwen_edit_zero.edit_model.sequence_parallel import split_sequences
 from qwen_edit_zero.edit_model.transformer import build_transformer
 from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.factory import make_engine
-from qwen_edit_zero.planning.job import Job, make_job
-from qwen_edit_zero.planning.tokens import SampleShape
+from qwen_edit_zero.planning.jobs.job import Job, make_job
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.training.task import EditTask
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qwen_edit_zero.planning.activations import Activations, activations
-from qwen_edit_zero.planning.tokens import SampleShape
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
+from qwen_edit_zero.planning.passes.activations import Activations, activations
 from tests.planning.transformers import MIDDLE, RELEASED, SAMPLE, SMALL, Measured, job, measure
 from tests.ranks import run_ranks
 

@@ -12,8 +12,8 @@ import pytest
 
 from qwen_edit_zero.commands.plan import plan
 from qwen_edit_zero.errors import UserError
-from qwen_edit_zero.planning import here
-from qwen_edit_zero.planning.dataset import data_facts
+from qwen_edit_zero.planning.hardware import here
+from qwen_edit_zero.planning.jobs.dataset import data_facts
 from qwen_edit_zero.settings.models import DataSettings
 
 ROOT = Path(__file__).parents[2]

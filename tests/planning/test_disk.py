@@ -11,9 +11,9 @@ import torch
 from qwen_edit_zero.edit_data.cache.entries import Entries
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
 from qwen_edit_zero.edit_data.cache.store import entry_kind
-from qwen_edit_zero.planning.disk import cache_size, checkpoint_bytes, checkpoints_kept
-from qwen_edit_zero.planning.job import Job, make_job
-from qwen_edit_zero.planning.tokens import SampleShape
+from qwen_edit_zero.planning.costs.disk import cache_size, checkpoint_bytes, checkpoints_kept
+from qwen_edit_zero.planning.jobs.job import Job, make_job
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
 from qwen_edit_zero.settings.models import CheckpointSettings, LoraSettings, Settings
 
 N = 20_430_401_088

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qwen_edit_zero.edit_model.lora import add_lora
-from qwen_edit_zero.planning.elementwise import elementwise_bytes, moved
-from qwen_edit_zero.planning.job import Job, make_job
-from qwen_edit_zero.planning.tokens import SampleShape
+from qwen_edit_zero.planning.jobs.job import Job, make_job
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
+from qwen_edit_zero.planning.passes.elementwise import elementwise_bytes, moved
 from qwen_edit_zero.settings.models import LoraSettings, Settings
 
 WIDTH, SMALL_IMAGE, SMALL_TEXT = 256, 64, 16

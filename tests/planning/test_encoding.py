@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from qwen_edit_zero.engines.precision import DTYPES
-from qwen_edit_zero.planning.encoding import encoding, encoding_flops, sampling
-from qwen_edit_zero.planning.job import make_job
-from qwen_edit_zero.planning.text_encoder import RELEASED_TEXT_ENCODER, TextEncoderShape
-from qwen_edit_zero.planning.vae import RELEASED_VAE, VaeShape, decoding_of_picture, encoding_of_picture
+from qwen_edit_zero.planning.jobs.job import make_job
+from qwen_edit_zero.planning.passes.encoding import encoding, encoding_flops, sampling
+from qwen_edit_zero.planning.passes.text_encoder import RELEASED_TEXT_ENCODER, TextEncoderShape
+from qwen_edit_zero.planning.passes.vae import RELEASED_VAE, VaeShape, decoding_of_picture, encoding_of_picture
 from qwen_edit_zero.settings.models import Settings
 from tests.planning.test_flops import CPU_ATTENTION
 from tests.planning.transformers import MIDDLE, SMALL, LiveBytes, inputs_of, job, module_of

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
-from qwen_edit_zero.planning.activations import trace_of
-from qwen_edit_zero.planning.flops import forward_flops, step_flops, training_flops
-from qwen_edit_zero.planning.job import Job
-from qwen_edit_zero.planning.known import RELEASED as CONFIGS
-from qwen_edit_zero.planning.model import TransformerShape
-from qwen_edit_zero.planning.tokens import SampleShape
+from qwen_edit_zero.planning.jobs.job import Job
+from qwen_edit_zero.planning.jobs.known import RELEASED as CONFIGS
+from qwen_edit_zero.planning.jobs.model import TransformerShape
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
+from qwen_edit_zero.planning.passes.activations import trace_of
+from qwen_edit_zero.planning.passes.flops import forward_flops, step_flops, training_flops
 from tests.planning.transformers import MIDDLE, SMALL, given_of, inputs_of, job, loss_of, module_of
 
 _ATEN: Any = torch.ops.aten

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from qwen_edit_zero.errors import UserError
-from qwen_edit_zero.planning.hardware import (
+from qwen_edit_zero.planning.hardware.clusters import (
     accelerator_of_device,
     known_accelerators,
     load_accelerators,
     parse_gpus,
 )
-from qwen_edit_zero.planning.quantities import read_bytes, read_bytes_per_second, show_bytes, show_seconds
+from qwen_edit_zero.planning.wording.quantities import read_bytes, read_bytes_per_second, show_bytes, show_seconds
 
 GIB = 1024**3
 

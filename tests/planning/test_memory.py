@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from qwen_edit_zero.errors import SettingsError
-from qwen_edit_zero.planning.communication import traffic
-from qwen_edit_zero.planning.deepspeed import ZeroOptions
-from qwen_edit_zero.planning.hardware import parse_gpus
-from qwen_edit_zero.planning.job import Job, make_job
-from qwen_edit_zero.planning.kinds import Kind, Phase, page_locked, total
-from qwen_edit_zero.planning.memory import memory, saved_bytes
-from qwen_edit_zero.planning.state import state
+from qwen_edit_zero.planning.engines.communication import traffic
+from qwen_edit_zero.planning.engines.kinds import Kind, Phase, page_locked, total
+from qwen_edit_zero.planning.engines.memory import memory, saved_bytes
+from qwen_edit_zero.planning.engines.state import state
+from qwen_edit_zero.planning.hardware.clusters import parse_gpus
+from qwen_edit_zero.planning.jobs.deepspeed import ZeroOptions
+from qwen_edit_zero.planning.jobs.job import Job, make_job
 from qwen_edit_zero.settings.models import Settings
 
 N = 20_430_401_088

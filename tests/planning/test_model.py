@@ -10,11 +10,11 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate
 from qwen_edit_zero.edit_model.freezing import freeze
 from qwen_edit_zero.edit_model.lora import add_lora
 from qwen_edit_zero.errors import ModelFolderError, SettingsError
-from qwen_edit_zero.planning import tokens
-from qwen_edit_zero.planning.known import RELEASED, known_config, takes_several_references
-from qwen_edit_zero.planning.model import TransformerShape
-from qwen_edit_zero.planning.tokens import SampleShape
-from qwen_edit_zero.planning.trainable import split
+from qwen_edit_zero.planning.jobs import tokens
+from qwen_edit_zero.planning.jobs.known import RELEASED, known_config, takes_several_references
+from qwen_edit_zero.planning.jobs.model import TransformerShape
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
+from qwen_edit_zero.planning.jobs.trainable import split
 from qwen_edit_zero.settings.models import LoraSettings, ModelSettings
 
 ODD = {

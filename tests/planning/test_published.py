@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planner import folklore
 from benchmarks.planner.evidence import PAGE, with_tables
-from qwen_edit_zero.planning.published import Measurement, not_modelled, predict, published, rates
+from qwen_edit_zero.planning.evidence.published import Measurement, not_modelled, predict, published, rates
 
 BAD = {"qflux-fsdp-two", "flymyai-48"}  # docs/plan_evidence.md says why
 

@@ -8,13 +8,13 @@ import pytest
 
 from qwen_edit_zero.commands.plan import plan
 from qwen_edit_zero.errors import UserError
-from qwen_edit_zero.planning.hardware import parse_gpus
-from qwen_edit_zero.planning.job import make_job
+from qwen_edit_zero.planning.advice.recommend import recommend
+from qwen_edit_zero.planning.advice.search import MARGIN
+from qwen_edit_zero.planning.advice.written import write_options
+from qwen_edit_zero.planning.hardware.clusters import parse_gpus
+from qwen_edit_zero.planning.jobs.job import make_job
+from qwen_edit_zero.planning.jobs.wish import Shape, Wish
 from qwen_edit_zero.planning.plan import Plan
-from qwen_edit_zero.planning.recommend import recommend
-from qwen_edit_zero.planning.search import MARGIN
-from qwen_edit_zero.planning.wish import Shape, Wish
-from qwen_edit_zero.planning.written import write_options
 from qwen_edit_zero.settings.load import load_settings
 
 RECIPES = Path(__file__).parents[2] / "recipes"

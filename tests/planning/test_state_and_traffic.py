@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from qwen_edit_zero.planning.communication import traffic
-from qwen_edit_zero.planning.compare import gradient_bytes
-from qwen_edit_zero.planning.job import Job
-from qwen_edit_zero.planning.kinds import Kind, added
-from qwen_edit_zero.planning.layout import flat_elements, sub_groups
-from qwen_edit_zero.planning.state import FP32, STEP_COUNTER, state
+from qwen_edit_zero.planning.engines.communication import traffic
+from qwen_edit_zero.planning.engines.kinds import Kind, added
+from qwen_edit_zero.planning.engines.layout import flat_elements, sub_groups
+from qwen_edit_zero.planning.engines.state import FP32, STEP_COUNTER, state
+from qwen_edit_zero.planning.evidence.compare import gradient_bytes
+from qwen_edit_zero.planning.jobs.job import Job
 from tests.planning.ranks_at_work import Case, hold_and_send, job_of
 from tests.ranks import run_ranks
 

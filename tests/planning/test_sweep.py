@@ -9,9 +9,9 @@ import pytest
 
 from qwen_edit_zero.commands.plan import plan
 from qwen_edit_zero.errors import UserError
-from qwen_edit_zero.planning.hardware import parse_gpus
-from qwen_edit_zero.planning.sweep import parse_axes, sweep, sweep_table
-from qwen_edit_zero.planning.wish import Wish
+from qwen_edit_zero.planning.advice.sweep import parse_axes, sweep, sweep_table
+from qwen_edit_zero.planning.hardware.clusters import parse_gpus
+from qwen_edit_zero.planning.jobs.wish import Wish
 
 FULL = Path(__file__).parents[2] / "recipes" / "full_finetune.yaml"
 

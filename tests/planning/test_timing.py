@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from qwen_edit_zero.planning.cost import cost, run_steps
-from qwen_edit_zero.planning.disk import checkpoint_bytes
-from qwen_edit_zero.planning.flops import step_flops
-from qwen_edit_zero.planning.hardware import Cluster, parse_gpus
-from qwen_edit_zero.planning.job import Job, make_job
-from qwen_edit_zero.planning.timing import Timing, timing
-from qwen_edit_zero.planning.tokens import SampleShape
+from qwen_edit_zero.planning.costs.cost import cost, run_steps
+from qwen_edit_zero.planning.costs.disk import checkpoint_bytes
+from qwen_edit_zero.planning.costs.timing import Timing, timing
+from qwen_edit_zero.planning.hardware.clusters import Cluster, parse_gpus
+from qwen_edit_zero.planning.jobs.job import Job, make_job
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
+from qwen_edit_zero.planning.passes.flops import step_flops
 from qwen_edit_zero.settings.load import load_settings
 
 MODEL = "model.path=Qwen-Image-Edit-2509"

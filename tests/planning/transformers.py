@@ -23,8 +23,8 @@ from qwen_edit_zero.edit_model.transformer import restore_position_tables, set_a
 from qwen_edit_zero.engines.blocks import prepare_blocks
 from qwen_edit_zero.engines.parameters import replace_parameters
 from qwen_edit_zero.engines.precision import DTYPES
-from qwen_edit_zero.planning.job import Job, make_job
-from qwen_edit_zero.planning.tokens import SampleShape
+from qwen_edit_zero.planning.jobs.job import Job, make_job
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
 from qwen_edit_zero.settings.models import Settings
 
 SMALL: dict[str, Any] = {

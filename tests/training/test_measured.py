@@ -11,7 +11,7 @@ import torch
 
 from qwen_edit_zero.edit_data.batches.batch import EditBatch
 from qwen_edit_zero.engines.ranks import Ranks
-from qwen_edit_zero.planning.measured import Measured
+from qwen_edit_zero.planning.evidence.measured import Measured
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.training.measured import ENOUGH, WARM_UP, MeasuredHook, Measurements
 from qwen_edit_zero.training.metrics import StepMetrics

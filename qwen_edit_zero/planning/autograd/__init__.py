@@ -1,0 +1,1 @@
+"""The model run without numbers: what its operations compute, keep and allocate."""

@@ -1,0 +1,1 @@
+"""What each engine holds and sends."""

@@ -1,0 +1,1 @@
+"""GPUs and clusters: what they hold and how fast they are."""

@@ -1,0 +1,1 @@
+"""What forward and backward passes cost, of the transformer and of the frozen models."""

@@ -1,0 +1,1 @@
+"""Quantities, tables and plots as people read them."""
