@@ -131,7 +131,7 @@ class DataSettings(Section):
     normalise: bool | Path = False  # instructions to canonical forms; true: by the shipped rules, or by a YAML file
     safety: Literal["off", "flag", "block"] = "off"  # what the word filter does; block: matching rows are refused
     safety_rules: Path | None = None  # YAML file of the word filter; None: the shipped rules
-    safety_classifier: str | None = None  # "module:function", asked about each instruction and its pictures as well
+    safety_classifier: str | None = None  # "module:function", asked about each row too, once; docs/instructions.md
     paraphrases: bool = False  # train on a row's paraphrases too, each as often as its instruction
     # for rows without paraphrases; true: made by the shipped templates, or by those of a YAML file
     paraphrase_templates: bool | Path = False

@@ -133,7 +133,7 @@ class _Needs:
         if held_out is not None:
             making = making_held_out(settings, folder.variant, instructions, held_out.pictured_ids())
             specs.append(SetSpec("held-out", held_out.table, making, required=False))
-        kinds = entry_kinds(settings, folder, self.dtype)
+        kinds = entry_kinds(folder, self.dtype)
         with ConditioningCache(cache, *kinds, Ranks(), work=work) as opened:
             found = [
                 needed_by(
@@ -159,7 +159,7 @@ class _Needs:
         """The keys by folder of a kind and make, whichever device and so which precision the run computes with."""
         by_folder: dict[str, Keys] = {MASKS.folder_name: self.keys["mask"]}
         for dtype in {self.dtype, torch.float32, torch.bfloat16}:
-            for kind in entry_kinds(self.settings, self.folder, dtype):
+            for kind in entry_kinds(self.folder, dtype):
                 by_folder[kind.folder_name] = self.keys[kind.kind]
         return by_folder
 

@@ -112,16 +112,10 @@ def encoder_dtype(settings: Settings, device: torch.device | str) -> torch.dtype
     return torch.bfloat16 if on_gpu and settings.precision.mode != "fp32" else torch.float32
 
 
-def entry_kinds(settings: Settings, folder: ModelFolder, dtype: torch.dtype) -> tuple[EntryKind, EntryKind]:
-    """What the latents and the embeddings of a run are, apart from the samples.
-
-    An embedding says that its row was accepted by the classifier that blocks rows, if there is one: another classifier
-    is asked again.
-    """
-    prompts = about_prompts(folder, dtype=dtype)
-    if settings.data.safety == "block" and settings.data.safety_classifier:
-        prompts["accepted_by"] = settings.data.safety_classifier
-    return entry_kind("latent", about_latents(folder, dtype=dtype)), entry_kind("prompt", prompts)
+def entry_kinds(folder: ModelFolder, dtype: torch.dtype) -> tuple[EntryKind, EntryKind]:
+    """What the latents and the embeddings of a run are, apart from the samples."""
+    latents, prompts = about_latents(folder, dtype=dtype), about_prompts(folder, dtype=dtype)
+    return entry_kind("latent", latents), entry_kind("prompt", prompts)
 
 
 def condition(
@@ -171,7 +165,7 @@ def condition(
         dtype=dtype,
         channels_last=settings.gpu.channels_last and device.type == "cuda",
     )
-    cache = ConditioningCache(cache_folder, *entry_kinds(settings, folder, dtype), ranks, work=work)
+    cache = ConditioningCache(cache_folder, *entry_kinds(folder, dtype), ranks, work=work)
     try:
         prepared = prepare_sets(
             specs,

@@ -31,7 +31,7 @@ def making_of(settings: Settings, variant: Variant, texts: TrainingTexts) -> Mak
         variants=data.variants,
         seed=settings.run.seed,
         texts=texts,
-        judge=texts.judge if data.safety == "block" and data.safety_classifier else None,
+        judge=texts.judge,
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 from qwen_edit_zero.edit_data.instructions.prepare import Candidates, Instructions, Prepared, Tally
+from qwen_edit_zero.edit_data.instructions.safety import Finding
 from qwen_edit_zero.edit_data.manifests.samples import Sample
 from qwen_edit_zero.errors import DataError
 
@@ -14,12 +15,14 @@ class TrainingTexts:
     """The texts that a training sample may be trained on, as `needs.Making` wants them.
 
     Attributes:
-        tally: counts over the samples that were given to `count`.
+        tally: counts over the samples that were given to `count`, and what the judge finds.
+        judge: the classifier of rows, if there is one.
     """
 
     def __init__(self, instructions: Instructions) -> None:
         self.tally = Tally()
         self._instructions = instructions
+        self.judge = instructions.row_judge(self._count_verdict)
         self._candidates = lru_cache(maxsize=1 << 14)(self._made)  # asked for several times while a row is looked at
 
     def __call__(self, sample: Sample) -> tuple[str, ...]:
@@ -37,12 +40,9 @@ class TrainingTexts:
         """Count what was done to a sample's instruction."""
         self.tally.add(self.prepared(sample))
 
-    def judge(self, sample: Sample) -> None:
-        """Ask the classifier, if there is one. Raises DataError if the row is refused, RunError if it fails."""
-        prepared = self._instructions.prepare(sample.instruction)
-        refusal = self._instructions.classify(prepared, (*sample.sources, sample.target)).refusal
-        if refusal:
-            raise DataError(refusal)
+    def _count_verdict(self, found: Finding) -> None:
+        assert self.judge is not None
+        self.tally.add_verdict(found, refused=self.judge.refusal(found) is not None)
 
     def _made(self, instruction: str, paraphrases: tuple[str, ...]) -> Candidates:
         return self._instructions.candidates(_Texts(instruction, paraphrases))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from qwen_edit_zero.edit_data.cache.store import CachedSample
+from qwen_edit_zero.edit_data.instructions.classifier import Verdict
 from qwen_edit_zero.edit_model.folder import ModelFolder, open_model_folder
 from qwen_edit_zero.errors import DataError
 from qwen_edit_zero.settings.models import Settings
@@ -19,6 +21,15 @@ from qwen_edit_zero.training import conditioning
 from qwen_edit_zero.training.conditioning import Conditioned, condition
 from tests.edit_data.builders import row, save_pictures, write_manifest
 from tests.edit_data.cache.filling import Encoders
+
+ASKED: list[tuple[str, tuple[str, ...]]] = []
+HERE = __name__
+
+
+def judge(instruction: str, pictures: Sequence[Any]) -> Any:
+    """A user's classifier: whatever is beside what it names is fine."""
+    ASKED.append((instruction, tuple(Path(picture.name).name for picture in pictures)))
+    return "bad target" if pictures[-1].name.endswith("t1.png") else Verdict("hm", "flag") if instruction == "odd" else None
 
 
 class Stand(Encoders):
@@ -105,6 +116,34 @@ def test_rows_left_out_are_all_in_the_runs_file(
     assert np.array_equal(got.training.samples.lines, got.training.prepared.rows + 1)
     conditioned([row(15)], data={}, sampling={"count": 0})
     assert not (tmp_path / "left_out.jsonl").exists(), "it is always about the last start"
+
+
+def test_a_classifier_is_asked_about_each_row_with_its_target_and_once_for_ever(
+    conditioned: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{**row(i), "source": ["s0_0.png"], "instruction": "same"} for i in range(3)] + [row(3, instruction="odd")]
+    save_pictures(tmp_path, rows)
+    data = {"on_error": "skip", "safety": "block", "safety_classifier": f"{HERE}:judge"}
+    ASKED.clear()
+    for start in range(2):
+        got = conditioned(rows, data=data, sampling={"count": 0})
+        assert [s.id for s in got.training.samples] == ["a0", "a2", "a3"]
+        told = capsys.readouterr().out
+        assert f'rule {HERE}:judge (classifier) at "bad target" of data.safety' in told
+        assert f"        1  classifier: {HERE}:judge (only flagged)" in told
+        assert "1 of 4 instructions refused" in told
+        assert len(ASKED) == 4, f"start {start}"
+    assert [*(("same", ("s0_0.png", f"t{i}.png")) for i in range(3)), ("odd", ("s3_0.png", "t3.png"))] == ASKED
+    rows[2]["instruction"] = "other"
+    conditioned(rows, data=data, sampling={"count": 0})
+    assert len(ASKED) == 5, "of what has changed alone"
+    monkeypatch.setattr(judge, "version", 2, raising=False)
+    got = conditioned(rows, data=data, sampling={"count": 0})
+    assert len(ASKED) == 9, "a new version says everything anew"
+    assert got.training.prepared.made == 0, "and what it accepts is not encoded again"
+    got = conditioned(rows, data={**data, "safety": "flag"}, sampling={"count": 0})
+    assert len(got.training.samples) == 4, "flagged rows are trained on"
+    assert len(ASKED) == 9
 
 
 def test_held_out_samples_come_from_every_category_with_their_negative_prompt(conditioned: Any, tmp_path: Path) -> None:

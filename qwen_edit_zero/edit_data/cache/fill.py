@@ -197,8 +197,6 @@ class Filler:
                 text = texts[int(record["part"])]
 
                 def encode(item: _Item = item, text: str = text, pictures: Pictures = pictures) -> torch.Tensor:
-                    if item.making.judge is not None:
-                        item.making.judge(item.sample)
                     self._encoders.check_instruction(text)
                     return self._encoders.prompt(pictures.result(), text)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from qwen_edit_zero.edit_data.cache.keys import latent_key, prompt_key
 from qwen_edit_zero.edit_data.cache.survey import Chunk
+from qwen_edit_zero.edit_data.instructions.judging import RowJudge
 from qwen_edit_zero.edit_data.manifests.samples import Sample
 from qwen_edit_zero.edit_data.pictures.alignment import CROP_LIMIT, Align, prepared_sizes
 from qwen_edit_zero.edit_data.pictures.draws import PLAIN, Draw, draw_for, names_a_side
@@ -37,7 +38,7 @@ class Making:
         variants: versions of a sample's pictures; the first is plain, the others by `augment`, drawn by `seed`.
         texts: all that a sample may be trained on, in an order that depends on the sample alone; raises DataError if
             its row is refused.
-        judge: is asked before a sample's texts are encoded; raises DataError if its row is refused.
+        judge: is asked about each row whose pictures and texts can be used (`verdicts`).
     """
 
     areas: Areas
@@ -46,7 +47,7 @@ class Making:
     variants: int = 1
     seed: int = 0
     texts: Texts = instruction_alone
-    judge: Callable[[Sample], None] | None = None
+    judge: RowJudge | None = None
 
     def draws(self, sample: Sample, texts: tuple[str, ...]) -> tuple[Draw, ...]:
         """The draw of each variant of a sample with these texts."""
@@ -91,6 +92,16 @@ class Needs:
     prompts: npt.NDArray[np.uint8]
     prepared: npt.NDArray[np.int32]
     reasons: dict[int, str]
+
+    def refuse(self, reasons: Mapping[int, str]) -> None:
+        """These samples, by number in the chunk, cannot be used either, and need nothing."""
+        if not reasons:
+            return
+        gone = np.zeros(len(self.texts), bool)
+        gone[list(reasons)] = True
+        self.prompts = self.prompts[~np.repeat(gone, self.texts.astype(np.int64) * self.masks.shape[1])]
+        self.latents[gone] = self.masks[gone] = self.texts[gone] = 0
+        self.reasons.update(reasons)
 
 
 def needs_of(chunk: Chunk, making: Making) -> Needs:

@@ -10,13 +10,15 @@ import numpy.typing as npt
 
 from qwen_edit_zero.edit_data.cache.columns import Column, Part
 from qwen_edit_zero.edit_data.cache.fill import Encoders, Filler, NewBar, Rows
-from qwen_edit_zero.edit_data.cache.needs import needs_of
+from qwen_edit_zero.edit_data.cache.needs import Needs, needs_of
 from qwen_edit_zero.edit_data.cache.refusals import RefusalLog, Refused, listed
 from qwen_edit_zero.edit_data.cache.sets import Needed, PreparedSet, SetSpec
 from qwen_edit_zero.edit_data.cache.sorted_table import as_keys
 from qwen_edit_zero.edit_data.cache.store import ConditioningCache, told
-from qwen_edit_zero.edit_data.cache.survey import Advance, Surveyor
+from qwen_edit_zero.edit_data.cache.survey import Advance, Chunk, Surveyor
 from qwen_edit_zero.edit_data.cache.todo import Missing
+from qwen_edit_zero.edit_data.cache.verdicts import Verdicts, keys_of
+from qwen_edit_zero.edit_data.instructions.judging import RowJudge
 from qwen_edit_zero.edit_data.manifests.samples import OnError
 from qwen_edit_zero.edit_data.wording import byte_count, shown
 from qwen_edit_zero.errors import DataError, StorageError
@@ -27,7 +29,8 @@ _CHUNK = 1 << 18  # rows whose columns are looked at together
 def needed_by(
     spec: SetSpec, cache: ConditioningCache, *, references: int, on_error: OnError, new_bar: NewBar, read: bool = True
 ) -> Needed:
-    """What a set needs; for a single process. Pictures that are not known are read, unless `read` is off.
+    """What a set needs; for a single process. Pictures that are not known are read, unless `read` is off. A classifier
+    is not asked: rows of which it has said nothing yet count as taken.
 
     Raises DataError as `prepare_sets`, but for pictures that would not decode.
     """
@@ -36,7 +39,7 @@ def needed_by(
     bar = new_bar("looking at the pictures", len(job.share))
     try:
         with Surveyor(cache.facts, references=references, read=read) as surveyor:
-            job.survey(surveyor, None, bar.advance)
+            job.survey(surveyor, None, bar.advance, cache.verdicts, ask=False)
     finally:
         bar.close()
     refused = job.log.close()
@@ -73,6 +76,7 @@ def prepare_sets(
     Raises:
         DataError: as said; or no sample of a required set is left; or the encoders gave something not finite.
         StorageError: the cache cannot be written, or is full.
+        RunError: the classifier of rows fails.
     """
     with told(cache.folder):
         jobs = [_Job(spec, cache, references) for spec in sets]
@@ -83,11 +87,12 @@ def prepare_sets(
             with Surveyor(cache.facts, references=references) as surveyor:
                 for job in jobs:
                     job.first = first
-                    job.survey(surveyor, missing, bar.advance)
+                    job.survey(surveyor, missing, bar.advance, cache.verdicts, ask=True)
                     first += len(job.spec.table)
         finally:
             bar.close()
             cache.facts.close()
+            cache.verdicts.close()
         found = [job.log.close() for job in jobs]
         for job, refused in zip(jobs, found, strict=True):
             job.settle(refused, on_error)
@@ -150,9 +155,26 @@ class _Job:
             "sides": part("sides", np.int32, pictures, 2),
         }
 
-    def survey(self, surveyor: Surveyor, missing: Missing | None, advance: Advance) -> None:
-        for chunk in surveyor.chunks(self.spec.table, self.share, advance):
+    def survey(
+        self, surveyor: Surveyor, missing: Missing | None, advance: Advance, verdicts: Verdicts, *, ask: bool
+    ) -> None:
+        """Look at this rank's rows; `ask`: also ask the classifier about those that it does not know."""
+        told = 0  # rows of the chunk: a classifier may take long over each
+
+        def count(rows: int) -> None:
+            nonlocal told
+            advance(rows)
+            told += rows
+
+        def rest(rows: int) -> None:
+            nonlocal told
+            advance(rows - told)
+            told = 0
+
+        for chunk in surveyor.chunks(self.spec.table, self.share, rest):
             needs = needs_of(chunk, self.spec.making)
+            if self.spec.making.judge is not None:
+                self._judge(self.spec.making.judge, chunk, needs, verdicts, count if ask else None)
             if self.spec.observe is not None:
                 for sample in chunk.samples:
                     self.spec.observe(sample)
@@ -169,6 +191,27 @@ class _Job:
             self.unread += int(chunk.unread.sum())
             if missing is not None:
                 missing.add(needs, self.first + chunk.first)
+
+    def _judge(
+        self, judge: RowJudge, chunk: Chunk, needs: Needs, verdicts: Verdicts, counts: Advance | None
+    ) -> None:
+        """Refuse rows that the classifier blocks; without `counts` it is not asked about those it does not know."""
+        rows = [row for row in range(len(chunk.samples)) if row not in needs.reasons and not chunk.unread[row]]
+        keys = keys_of(judge, chunk, rows)
+        said = verdicts.known(judge, keys)
+        refused: dict[int, str] = {}
+        for row, key in zip(rows, keys, strict=True):
+            if key not in said:
+                if counts is None:
+                    continue
+                said[key] = verdicts.ask(judge, key, chunk.samples[row])
+                counts(1)
+            found = said[key]
+            if found is not None:
+                judge.note(found)
+                if (reason := judge.refusal(found)) is not None:
+                    refused[row] = reason
+        needs.refuse(refused)
 
     def settle(self, refused: Refused, on_error: OnError) -> None:
         """Raise if these rows end the run."""

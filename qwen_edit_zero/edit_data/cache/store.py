@@ -26,6 +26,7 @@ from qwen_edit_zero.edit_data.cache.entries import Entries, EntryKind, Kind
 from qwen_edit_zero.edit_data.cache.facts import Facts
 from qwen_edit_zero.edit_data.cache.locks import CacheLock
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
+from qwen_edit_zero.edit_data.cache.verdicts import Verdicts
 from qwen_edit_zero.edit_data.pictures.decode import RULES_VERSION
 from qwen_edit_zero.edit_data.wording import byte_count, shown
 from qwen_edit_zero.errors import StorageError
@@ -81,6 +82,7 @@ class ConditioningCache:
 
     Attributes:
         facts: what is known of picture files.
+        verdicts: what the user's classifier has said of rows.
         columns: for columns of this job.
 
     Raises:
@@ -98,6 +100,7 @@ class ConditioningCache:
                 shutil.rmtree(work, ignore_errors=True)
             alone = self._lock is not None and self._lock.alone
             self.facts = Facts(folder / "facts", ranks, alone=alone)
+            self.verdicts = Verdicts(folder, ranks, alone=alone)
             for entries in self.kinds:
                 entries.refresh(ranks, alone=alone)
             if self._lock is not None:
@@ -122,6 +125,7 @@ class ConditioningCache:
     def close(self) -> None:
         """Delete this job's columns and let others delete from the cache. Not collective. Idempotent."""
         self.facts.close()
+        self.verdicts.close()
         if self.ranks.first:
             self.columns.delete()
         if self._lock is not None:

@@ -11,6 +11,7 @@ from qwen_edit_zero.edit_data.check.looks import BLANK_SPREAD, SOFT_DETAIL
 from qwen_edit_zero.edit_data.check.pairs import lies_elsewhere, shows_the_same
 from qwen_edit_zero.edit_data.check.rules import RowRules
 from qwen_edit_zero.edit_data.check.texts import LANGUAGES, TOKEN_LIMIT, estimated_tokens, language_of
+from qwen_edit_zero.edit_data.instructions.safety import Finding
 from qwen_edit_zero.edit_data.manifests.samples import Sample
 from qwen_edit_zero.edit_data.pictures.alignment import Frames, Size
 from qwen_edit_zero.edit_data.pictures.draws import names_a_side
@@ -34,6 +35,7 @@ class Row:
         pairs: see `pairs.PAIR`, of references that show the target's frame, by number from 1.
         mask: see `looks.LOOK`.
         length: of the instruction as it is encoded, in tokens or characters.
+        verdict: what the user's classifier finds.
     """
 
     sample: Sample
@@ -45,6 +47,7 @@ class Row:
     pairs: dict[int, Measure] = field(default_factory=dict)
     mask: Measure | None = None
     length: int = 0
+    verdict: Finding | None = None
 
     def name(self, slot: int) -> str:
         """What texts call a picture."""
@@ -142,9 +145,10 @@ def _of_texts(row: Row, rules: RowRules) -> list[Remark]:
         tokens = estimated_tokens(longest)
         if tokens > TOKEN_LIMIT:
             remarks.append(("long", f"its instruction has {len(longest):,} characters, about {tokens:,} tokens"))
-    if prepared.findings:
+    findings = (*(() if row.verdict is None else (row.verdict,)), *prepared.findings)
+    if findings:
         kind = "word-filter" if rules.safety == "off" else "flagged"
-        remarks.append((kind, "; ".join(str(finding) for finding in prepared.findings[:3])))
+        remarks.append((kind, "; ".join(str(finding) for finding in findings[:3])))
     if prepared.text != prepared.original:
         names = ", ".join(dict.fromkeys(change.rule for change in prepared.changes))
         remarks.append(("rewritten", f"by {names}" if names else "before it is encoded"))

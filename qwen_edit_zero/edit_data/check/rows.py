@@ -17,6 +17,7 @@ from qwen_edit_zero.edit_data.cache.files import load_unchanged, pictures_of
 from qwen_edit_zero.edit_data.cache.needs import needs_of
 from qwen_edit_zero.edit_data.cache.ranks import Ranks
 from qwen_edit_zero.edit_data.cache.survey import Chunk, Surveyor
+from qwen_edit_zero.edit_data.cache.verdicts import Verdicts
 from qwen_edit_zero.edit_data.check.columns import ACCEPTED, REFUSED, WARNED, RowColumns
 from qwen_edit_zero.edit_data.check.findings import Finding, about
 from qwen_edit_zero.edit_data.check.held import Held, HeldTable
@@ -27,6 +28,8 @@ from qwen_edit_zero.edit_data.check.pairs import compare
 from qwen_edit_zero.edit_data.check.remarks import Row, remarks_on
 from qwen_edit_zero.edit_data.check.rules import NewRules
 from qwen_edit_zero.edit_data.check.texts import language_of
+from qwen_edit_zero.edit_data.instructions.judging import RowJudge
+from qwen_edit_zero.edit_data.instructions.safety import Finding as Verdict
 from qwen_edit_zero.edit_data.manifests.table import SampleTable
 from qwen_edit_zero.edit_data.pictures.alignment import Align, Frames, Size, frames_of
 from qwen_edit_zero.edit_data.pictures.decode import load_mask
@@ -76,6 +79,7 @@ class Examiner:
         self._columns = RowColumns(job.columns, len(job.table), job.references, new=False)
         self._facts = Facts(job.cache / "facts", Ranks())
         self._memory = Memory(job.cache)
+        self._verdicts = Verdicts(job.cache, Ranks())
         self._surveyor = Surveyor(self._facts, references=job.references, threads=_THREADS)
         self._decoded: OrderedDict[bytes, Image.Image] = OrderedDict()
         self._decoded_bytes = 0
@@ -90,6 +94,7 @@ class Examiner:
         self._surveyor.__exit__()
         self._facts.close()
         self._memory.close()
+        self._verdicts.close()
 
     def examine(self, first: int, last: int) -> Examined:
         """Examine rows `first` to `last` - 1, write their columns, and return what was found.
@@ -156,13 +161,23 @@ class Examiner:
         except DataError as error:
             return "picture", str(error)
         try:
-            if self._rules.making.judge is not None:
-                self._rules.making.judge(row.sample)
             tokens = [self._rules.check_text(text) for text in row.texts] if self._rules.check_text else []
         except DataError as error:
             return "instruction", str(error)
         row.length = tokens[0] if tokens else len(row.texts[0])
+        judge = self._rules.making.judge
+        if judge is not None:
+            row.verdict = self._verdict(judge, row)
+            if (reason := judge.refusal(row.verdict)) is not None:
+                return "instruction", reason
         return None
+
+    def _verdict(self, judge: RowJudge, row: Row) -> Verdict | None:
+        """What the classifier says, or has said in training or an earlier check."""
+        count = len(row.sizes)
+        key = judge.key(row.sample.instruction, [*row.digests[1:count], row.digests[0]])
+        known = self._verdicts.known(judge, [key])
+        return known[key] if key in known else self._verdicts.ask(judge, key, row.sample)
 
     def _measure(self, row: Row) -> None:
         """Raises DataError if a picture does not decode."""

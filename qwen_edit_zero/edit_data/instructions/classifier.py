@@ -1,7 +1,8 @@
 """A classifier of the user's own, asked about instructions and their pictures (`data.safety_classifier`).
 
-The function is called with the instruction and the sample's reference pictures (objects with `name` and `read(limit)`),
-in every process that prepares data. It returns None or "" if all is well, a text that says what is wrong, or a Verdict.
+The function is called with the instruction and the row's pictures (objects with `name` and `read(limit)`): the
+references in order, and the target last. It returns None or "" if all is well, a text that says what is wrong, or a
+Verdict. Its attribute `version`, if it has one, tells apart what it says now from what it said before.
 """
 
 from __future__ import annotations
@@ -27,11 +28,21 @@ class Verdict:
 
 
 class Classifier:
-    """The function named by `data.safety_classifier`. Raises SettingsError if there is none of that name."""
+    """The function named by `data.safety_classifier`. Raises SettingsError if there is none of that name.
+
+    Attributes:
+        version: what the user declares by the function's attribute `version`, a text or a whole number; "" if nothing.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._call = _function(name)
+        version = getattr(self._call, "version", "")
+        if not isinstance(version, str | int):
+            raise SettingsError(
+                f"data.safety_classifier {name}: its version is {version!r:.60}; it must be a text or a whole number"
+            )
+        self.version = str(version)
 
     def judge(self, instruction: str, pictures: Sequence[Any]) -> Finding | None:
         """What the function says.

@@ -10,7 +10,7 @@ cache's keys, which cover the text, cover the rules too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,9 +18,10 @@ from typing import Any, Protocol
 from qwen_edit_zero.edit_data.instructions.changes import Change
 from qwen_edit_zero.edit_data.instructions.choice import choose
 from qwen_edit_zero.edit_data.instructions.classifier import Classifier
+from qwen_edit_zero.edit_data.instructions.judging import RowJudge
 from qwen_edit_zero.edit_data.instructions.normalise import Normaliser
 from qwen_edit_zero.edit_data.instructions.paraphrase import Paraphraser
-from qwen_edit_zero.edit_data.instructions.safety import Finding, SafetyFilter
+from qwen_edit_zero.edit_data.instructions.safety import Finding, SafetyFilter, blocked_by
 from qwen_edit_zero.edit_data.instructions.tokens import neutralise
 from qwen_edit_zero.errors import DataError
 from qwen_edit_zero.settings.models import DataSettings
@@ -88,6 +89,11 @@ class Tally:
         self.changes.update({change.rule for change in prepared.changes})
         self.withheld.update(prepared.withheld)
         self.findings.update((found.category, found.rule, found.level) for found in prepared.findings)
+
+    def add_verdict(self, found: Finding, *, refused: bool) -> None:
+        """Count what the classifier found in the row of an instruction that is counted."""
+        self.findings[found.category, found.rule, found.level] += 1
+        self.refused += refused
 
     def __iadd__(self, other: Tally) -> Tally:
         self.instructions += other.instructions
@@ -160,8 +166,14 @@ class Instructions:
             current = harmless
         return text, [], tuple(dict.fromkeys(change.rule for change in changes))
 
+    def row_judge(self, note: Callable[[Finding], None]) -> RowJudge | None:
+        """`data.safety_classifier`, to be asked about rows, if there is one; `note` is given what it finds."""
+        if self._classifier is None:
+            return None
+        return RowJudge(self._classifier, self._data.safety == "block", note)
+
     def classify(self, prepared: Prepared, pictures: Sequence[Any]) -> Prepared:
-        """`prepared` with the verdict of `data.safety_classifier` on the instruction and its pictures, if there is one.
+        """A request to a server with the verdict of `data.safety_classifier` on it and its pictures, if there is one.
 
         Raises RunError if the classifier fails.
         """
@@ -211,14 +223,7 @@ class Instructions:
         return tuple(found.values())
 
     def _refusal(self, findings: Iterable[Finding]) -> str | None:
-        if self._data.safety != "block":
-            return None
-        blocking = [finding for finding in findings if finding.level == "block"]
-        if not blocking:
-            return None
-        return f"the instruction is blocked by {blocking[0]}" + (
-            f" and {len(blocking) - 1} more of data.safety" if len(blocking) > 1 else " of data.safety"
-        )
+        return blocked_by(findings) if self._data.safety == "block" else None
 
 
 def _file(setting: bool | Path) -> Path | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -31,6 +31,15 @@ class Finding:
 
     def __str__(self) -> str:
         return f"rule {self.rule} ({self.category}) at {shown(self.found)}"
+
+
+def blocked_by(findings: Iterable[Finding]) -> str | None:
+    """Why a row or request with these findings is refused under data.safety=block; None if it is not."""
+    blocking = [finding for finding in findings if finding.level == "block"]
+    if not blocking:
+        return None
+    more = f" and {len(blocking) - 1} more" if len(blocking) > 1 else ""
+    return f"the instruction is blocked by {blocking[0]}{more} of data.safety"
 
 
 class _Views:

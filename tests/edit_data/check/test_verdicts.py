@@ -12,12 +12,22 @@ import pytest
 from PIL import Image
 
 from qwen_edit_zero.edit_data.cache.needs import Making
+from qwen_edit_zero.edit_data.instructions.classifier import Classifier
+from qwen_edit_zero.edit_data.instructions.judging import RowJudge
 from qwen_edit_zero.edit_data.manifests.opening import open_manifest
 from qwen_edit_zero.edit_data.pictures.prepare import Areas
 from qwen_edit_zero.errors import DataError
-from tests.edit_data.builders import CASES, save, write_manifest
+from tests.edit_data.builders import CASES, row, save, save_pictures, write_manifest
 from tests.edit_data.cache.filling import AREAS, Encoders, fill
 from tests.edit_data.check.checked import Outcome, check, make_rules, too_long
+
+ASKED: list[str] = []
+
+
+def judge(instruction: str, pictures: list[Any]) -> str | None:
+    """A user's classifier."""
+    ASKED.append(Path(pictures[-1].name).name)
+    return "bad" if "t1" in pictures[-1].name else None
 
 
 def both(manifest: Path, folder: Path, making: Making | None = None) -> Outcome:
@@ -140,3 +150,22 @@ def test_rows_of_the_manifest_that_are_wrong_are_findings_too(tmp_path: Path) ->
     ]
     assert found.checked.rows == 4
     assert found.checked.refused == 3
+
+
+def test_what_a_classifier_said_in_a_check_training_does_not_ask_again(tmp_path: Path) -> None:
+    rows = [row(i) for i in range(5)]
+    save_pictures(tmp_path, rows)
+    manifest = write_manifest(tmp_path, rows)
+    ASKED.clear()
+    making = Making(AREAS, judge=RowJudge(Classifier(f"{__name__}:judge"), blocks=True))
+    found = check(manifest, tmp_path / "out", making=making, cache=tmp_path / "cache")
+    assert found.kinds("a1") == {"instruction"}
+    assert found.accepted == ["a0", "a2", "a3", "a4"]
+    assert sorted(ASKED) == [f"t{i}.png" for i in range(5)]
+    for ranks in (1, 2):
+        filled = fill(manifest, tmp_path / "cache", ranks=ranks, on_error="skip", making=making)
+        assert filled.ids == found.accepted
+    assert len(ASKED) == 5
+    ASKED.clear()
+    assert fill(manifest, tmp_path / "new", ranks=2, on_error="skip", making=making).ids == found.accepted
+    assert len(ASKED) == 5, "each row by one rank"
