@@ -16,7 +16,7 @@ from qwen_edit_zero.cluster.collectives import from_rank_0, gather_numbers, gath
 from qwen_edit_zero.cluster.device_setup import set_numerics
 from qwen_edit_zero.cluster.identity import Identity
 from qwen_edit_zero.cluster.pulse import position
-from qwen_edit_zero.doctor import clocks, gpus, machine, network, speeds
+from qwen_edit_zero.doctor import clocks, gpus, machine, network, room, speeds
 from qwen_edit_zero.doctor.agreement import SUBJECTS, NodeFacts, compare, differing
 from qwen_edit_zero.doctor.facts import Facts
 from qwen_edit_zero.doctor.findings import Finding, Level
@@ -271,6 +271,7 @@ class _Examination:
         healths = {name: told.health for name, told in records.items() if told.health is not None}
         ahead = clocks.offsets(clocks.readings(self.device))
         found = gpus.judge(everyone, healths, self.nodes, precision=self.settings.precision.mode)
+        found += room.judge(self.settings, self.folder, everyone, self.nodes)
         found += machine.judge(
             {name: told.machine for name, told in records.items()},
             self.nodes,

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
-from qwen_edit_zero.doctor import gpus, machine
+from qwen_edit_zero.doctor import gpus, machine, room
 from qwen_edit_zero.doctor.findings import Finding, Level
 from qwen_edit_zero.doctor.gpus import Gpu, Health
 from qwen_edit_zero.doctor.machine import Machine
 from qwen_edit_zero.doctor.needs import Needs
 from qwen_edit_zero.doctor.nodes import Node
+from qwen_edit_zero.settings.load import load_settings
 
 NODES = [Node("node1", tuple(range(8))), Node("node2", tuple(range(8, 16)))]
 GOOD = Machine(cores=96, threads=1, memory_free=10**12, shm_free=10**11, open_files=65536, locked=-1, infiniband=True)
@@ -107,3 +108,16 @@ def test_on_cpus_there_is_nothing_to_look_at() -> None:
     assert gpus.look(torch.device("cpu")) is None
     (finding,) = gpus.judge([None], {}, [Node("a", (0,))], precision="bf16")
     assert finding.level is Level.UNCHECKED
+
+
+def test_a_run_that_does_not_fit_its_gpus_is_told_before_it_starts() -> None:
+    settings = load_settings(Path("recipes/full_finetune.yaml"), overrides=["model.path=Qwen-Image-Edit-2509"]).settings
+    small = Gpu("node1", "NVIDIA A100-SXM4-40GB", 42_300_000_000, 42_000_000_000, "8.0", True)
+    nodes = [Node(f"node{i}", tuple(range(8 * i, 8 * i + 8))) for i in range(8)]
+    (told,) = room.judge(settings, None, [small] * 8, nodes[:1])
+    assert told.level is Level.WARNING
+    assert "39.4 GiB" in told.text
+    assert "plan --recommend" in told.advice
+    (told,) = room.judge(settings, None, [small] * 64, nodes)
+    assert told.level is Level.OK
+    assert not room.judge(settings, None, [None], nodes)
