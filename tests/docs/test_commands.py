@@ -79,6 +79,9 @@ def test_command(page: str, command: str, finished_run: Path, recipe: str, tmp_p
         assert done.returncode == 0, done.stdout + done.stderr
     elif words[0] == "python" and words[1].startswith(("tools/", "benchmarks/")):
         assert (ROOT / words[1]).is_file()
+    elif words[:2] == ["python", "-m"] and words[2].startswith("benchmarks."):
+        module = ROOT / words[2].replace(".", "/")
+        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
     elif words[:3] == ["python", "-m", "pytest"]:
         found = subprocess.run(
             [BIN / "python", "-m", "pytest", "--collect-only", *words[3:]],
