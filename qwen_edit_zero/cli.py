@@ -161,6 +161,11 @@ def _parser() -> ArgumentParser:
     verb.add_argument(
         "--max-references", type=_count, default=3, metavar="N", help="as data.max_references (default 3)"
     )
+    verb.add_argument(
+        "--strict",
+        action="store_true",
+        help="exit status 2 if any row names a picture that is not there, not only if all do",
+    )
     verb.set_defaults(verb=_convert)
     return parser
 
@@ -288,21 +293,21 @@ def _instructions(parsed: Namespace) -> int:
 
 
 def _convert(parsed: Namespace) -> int:
-    from qwen_edit_zero.edit_data.manifests.commands import convert_text
+    from qwen_edit_zero.edit_data.manifests.commands import convert
 
-    print(
-        convert_text(
-            parsed.source,
-            parsed.out,
-            form=parsed.format,
-            columns=parsed.columns,
-            split=parsed.split,
-            outside=parsed.outside,
-            on_error="skip" if parsed.skip else "stop",
-            max_references=parsed.max_references,
-        )
+    text, status = convert(
+        parsed.source,
+        parsed.out,
+        form=parsed.format,
+        columns=parsed.columns,
+        split=parsed.split,
+        outside=parsed.outside,
+        on_error="skip" if parsed.skip else "stop",
+        max_references=parsed.max_references,
+        strict=parsed.strict,
     )
-    return 0
+    print(text)
+    return status
 
 
 if __name__ == "__main__":

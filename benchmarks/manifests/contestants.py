@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -47,8 +48,8 @@ def datasets(manifest: Path, folder: Path) -> dict[str, float]:
 
 
 def _processor_seconds() -> float:
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]  # in microseconds:
+    return sum(u.ru_utime + u.ru_stime for u in used)  # a few thousand rows take less than a tick of os.times
 
 
 if __name__ == "__main__":

@@ -27,9 +27,11 @@ HERE = __name__
 
 
 def judge(instruction: str, pictures: Sequence[Any]) -> Any:
-    """A user's classifier: whatever is beside what it names is fine."""
+    """A user's classifier."""
     ASKED.append((instruction, tuple(Path(picture.name).name for picture in pictures)))
-    return "bad target" if pictures[-1].name.endswith("t1.png") else Verdict("hm", "flag") if instruction == "odd" else None
+    if instruction == "odd":
+        return Verdict("hm", "flag")
+    return "bad target" if pictures[-1].name.endswith("t1.png") else None
 
 
 class Stand(Encoders):

@@ -192,9 +192,7 @@ class _Job:
             if missing is not None:
                 missing.add(needs, self.first + chunk.first)
 
-    def _judge(
-        self, judge: RowJudge, chunk: Chunk, needs: Needs, verdicts: Verdicts, counts: Advance | None
-    ) -> None:
+    def _judge(self, judge: RowJudge, chunk: Chunk, needs: Needs, verdicts: Verdicts, counts: Advance | None) -> None:
         """Refuse rows that the classifier blocks; without `counts` it is not asked about those it does not know."""
         rows = [row for row in range(len(chunk.samples)) if row not in needs.reasons and not chunk.unread[row]]
         keys = keys_of(judge, chunk, rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from tqdm import tqdm
 
-from qwen_edit_zero.edit_data.manifests.convert import convert_manifest
+from qwen_edit_zero.edit_data.manifests.convert import Converted, convert_manifest
 from qwen_edit_zero.edit_data.manifests.formats.columns import Columns
 from qwen_edit_zero.edit_data.manifests.formats.recognise import FORMATS
 from qwen_edit_zero.edit_data.manifests.samples import OnError
@@ -19,7 +19,7 @@ from qwen_edit_zero.errors import SettingsError
 _MOST_SHOWN = 10
 
 
-def convert_text(
+def convert(
     source: str,
     out: Path,
     *,
@@ -29,8 +29,12 @@ def convert_text(
     outside: Sequence[str],
     on_error: OnError,
     max_references: int,
-) -> str:
-    """Convert, and say what was done. Raises DataError, SettingsError, StorageError."""
+    strict: bool = False,
+) -> tuple[str, int]:
+    """Convert; (what was done, exit status). Raises DataError, SettingsError, StorageError.
+
+    Status 2: no row has all of its pictures, or, with `strict`, some row has not.
+    """
     if form not in ("auto", *FORMATS):
         near = nearest(form, FORMATS)
         hint = f"did you mean {near}?" if near else f"there are auto, {', '.join(FORMATS)}"
@@ -56,6 +60,7 @@ def convert_text(
     lines += [f"left out: {refusal}" for refusal in done.refused[:_MOST_SHOWN]]
     if done.refused_count > _MOST_SHOWN:
         lines.append(f"left out: {done.refused_count - _MOST_SHOWN:,} more rows; all are in {done.refused_file}")
+        lines += [f"  {count:>9,}  {reason}" for reason, count in list(done.reasons.items())[:_MOST_SHOWN]]
     taken = f", and {done.pictures:,} pictures from archives into {done.pictures_folder}" if done.pictures else ""
     lines.append(f"written: {done.rows:,} row{'s' if done.rows != 1 else ''} to {out}{taken}")
     if done.outside:
@@ -64,7 +69,28 @@ def convert_text(
             f"pictures lie outside the folder of {out}: in {', '.join(map(shown, done.outside[:3]))}{more}; train with "
             f"data.outside naming {'them' if len(done.outside) > 1 else 'it'}, or write OUT above its pictures"
         )
-    return "\n".join(lines)
+    lines += _absent(done)
+    missing = done.absent_rows == done.rows or (strict and done.absent_rows > 0)
+    return "\n".join(lines), 2 if missing else 0
+
+
+def _absent(done: Converted) -> list[str]:
+    """What is not there."""
+    lines = []
+    if done.absent_rows:
+        lines.append(
+            f"{done.absent_rows:,} of {done.rows:,} rows name pictures that are not there; they are written all the "
+            "same, and training refuses them, or leaves them out with data.on_error=skip:"
+        )
+        lines += [f"  {text}" for text in done.absent]
+        if done.absent_rows > len(done.absent):
+            lines.append(f"  and {done.absent_rows - len(done.absent):,} more; `qwen-edit-zero data check` lists all")
+    if done.unasked_rows:
+        lines.append(
+            f"whether the pictures of {done.unasked_rows:,} rows are on their store was not asked; `qwen-edit-zero "
+            "data check` looks at them"
+        )
+    return lines
 
 
 def _columns(text: str | None) -> Columns | None:

@@ -9,12 +9,13 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import orjson
 
+from qwen_edit_zero.edit_data.manifests.absent import AbsentPictures
 from qwen_edit_zero.edit_data.manifests.formats.columns import Columns
 from qwen_edit_zero.edit_data.manifests.opening import open_manifest
 from qwen_edit_zero.edit_data.manifests.samples import OnError, Refusal, Sample
@@ -41,6 +42,9 @@ class Converted:
         refused: the first rows that were left out, and how many there are; all are in `refused_file`, if any.
         pictures: taken out of archives, into `pictures_folder`.
         outside: folders outside the new manifest's that pictures lie in; `data.outside` must allow them.
+        absent_rows: of `rows`, those that name a picture which is not there; `absent` tells the first.
+        unasked_rows: of `rows`, those with pictures on an object store, which is not asked.
+        reasons: how many rows were left out for what, most first; without names and numbers.
     """
 
     description: str
@@ -51,6 +55,10 @@ class Converted:
     pictures: int
     pictures_folder: Path
     outside: list[str]
+    absent_rows: int = 0
+    absent: list[str] = field(default_factory=list)
+    unasked_rows: int = 0
+    reasons: dict[str, int] = field(default_factory=dict)
 
 
 def convert_manifest(
@@ -88,9 +96,10 @@ def convert_manifest(
                 form=form, outside=outside, columns=columns, storage=storage,
             )  # fmt: skip
             writer = _Writer(out, work / "pictures", pictures.name)
-            with (work / "rows").open("w", encoding="utf-8") as file:
+            with (work / "rows").open("w", encoding="utf-8") as file, AbsentPictures() as absent:
                 for number, sample in enumerate(table):
                     writer.write(sample, number, file)
+                    absent.look(table.where(sample.line), sample, writer.files)
                     on_progress(number + 1, len(table))
             refused = table.refused
             if refused:
@@ -104,7 +113,7 @@ def convert_manifest(
             os.rename(work / "rows", out)
             return Converted(
                 table.describe(), len(table), refused[:_MOST_TOLD], len(refused), left_out, writer.pictures, pictures,
-                sorted(writer.outside),
+                sorted(writer.outside), absent.rows, absent.first, writer.remote_rows, table.refused_reasons,
             )  # fmt: skip
     except OSError as error:
         raise StorageError(f"{shown(out)} cannot be written ({error.strerror or error})") from error
@@ -139,11 +148,16 @@ class _Writer:
         self._last: dict[str, str] = {}  # pictures of the sample being written
         self.pictures = 0
         self.outside: set[str] = set()
+        self.files: list[tuple[str, str]] = []  # (name, path) of the sample's pictures that are files of their own
+        self.remote_rows = 0
+        self._is_remote = False
 
     def write(self, sample: Sample, number: int, file: TextIO) -> None:
         self._last.clear()
+        self.files, self._is_remote = [], False
         row = values_of(sample, lambda name, role: self._name(sample, name, number, role))
         file.write(orjson.dumps(row).decode() + "\n")
+        self.remote_rows += self._is_remote
 
     def _name(self, sample: Sample, name: str, number: int, role: str) -> str:
         if split_member(name):
@@ -151,8 +165,10 @@ class _Writer:
         if "://" in name or "://" in sample.place.name:
             whole = name if "://" in name else f"{sample.place.name.rstrip('/')}/{name}"
             self.outside.add(posixpath.dirname(whole))
+            self._is_remote = True
             return whole
         whole = os.path.normpath(os.path.join(sample.place.name, name))
+        self.files.append((name, whole))
         relative = os.path.relpath(whole, self._base)
         if relative.startswith("../"):
             self.outside.add(os.path.dirname(whole))

@@ -125,12 +125,6 @@ class SampleTable(Sequence[Sample]):
         """int64 (n,): line or row of the manifest, from 1."""
         return self._column("line")
 
-    def category_counts(self) -> dict[str, int]:
-        """Samples of each category in this table, largest first; those without one count as ""."""
-        counts = np.bincount(self.category_codes, minlength=len(self.categories)).tolist()
-        found = [(name, count) for name, count in zip(self.categories, counts, strict=True) if count]
-        return dict(sorted(found, key=lambda item: -item[1]))
-
     @property
     def splits(self) -> dict[str, int]:
         """Rows of each split in the whole manifest; "" is none."""

@@ -28,6 +28,30 @@ def test_nothing_harmless_is_found(text: str) -> None:
     assert [str(found) for found in FILTER.find(text)] == []
 
 
+@pytest.mark.parametrize(
+    ("text", "is_found"),
+    [
+        ("把衣服脱掉的毛球去掉", False),
+        ("将裙子上脱落的线头清理干净", False),
+        ("把衣服脱掉的扣子缝上", False),
+        ("undress the salad", False),
+        ("Undress the green salad, please", False),
+        ("undress the wound and put on a new bandage", False),
+        ("把衣服脱掉", True),
+        ("把衣服脱掉的女孩", True),
+        ("把衣 服*脱掉，去掉毛球", True),
+        ("把裙子脱掉的毛球女孩", True),
+        ("undress the salad girl", True),
+        ("undress the salad and then the woman", True),
+        ("u n d r e s s the woman, leave the salad", True),
+        ("undress the woman salad", True),
+        ("undress her", True),
+    ],
+)
+def test_what_is_shed_or_has_a_dressing_may_be_named(text: str, is_found: bool) -> None:
+    assert bool(FILTER.find(text)) == is_found
+
+
 def test_the_list_of_harmless_instructions_is_as_long_as_the_documentation_says() -> None:
     assert len(set(HARMLESS)) == len(HARMLESS) == 248
 

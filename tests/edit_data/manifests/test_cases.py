@@ -256,11 +256,6 @@ def test_more_references_are_taken_where_the_setting_allows(folder: Path) -> Non
     assert read_text(folder, line(source=five), max_references=5)[0].source_names == tuple(five)
 
 
-def test_categories_are_counted_largest_first(folder: Path) -> None:
-    text = "".join(line(id=i, category=c) for i, c in enumerate(["b", "a", "b", None]))
-    assert list(read_text(folder, text).category_counts().items()) == [("b", 2), ("a", 1), ("", 1)]
-
-
 def test_rows_refused_later_stop_the_run_unless_they_are_skipped_and_others_are_left(tmp_path: Path) -> None:
     refused = [Refusal(7, "a7", "picture x: it is a folder")]
     with pytest.raises(DataError, match=r"1 row cannot be used\n  line 7 \(\"a7\"\): picture x"):

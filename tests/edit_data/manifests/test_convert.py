@@ -101,6 +101,45 @@ def test_the_command_reports_counts_and_what_was_left_out(tmp_path: Path, capsys
     assert json.loads((tmp_path / "new_left_out.jsonl").read_text())["line"] == 4
 
 
+def test_rows_whose_pictures_are_not_there_are_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [row(i, 2) for i in range(9)]
+    save_pictures(tmp_path, rows)
+    rows[1]["mask"] = "mask.png"
+    manifest = str(write_manifest(tmp_path, rows))
+    for name in ("s0_1.png", *(f"t{i}.png" for i in range(2, 8))):
+        (tmp_path / name).unlink()
+    (tmp_path / "T3.png").touch()
+    for number, (options, status) in enumerate([([], 0), (["--strict"], 2)]):
+        assert cli._run(["data", "convert", manifest, str(tmp_path / f"new{number}.jsonl"), *options]) == status
+        told = capsys.readouterr().out
+        assert "8 of 9 rows name pictures that are not there" in told
+        assert 'line 1 ("a0"): picture "s0_1.png" is not there' in told
+        assert 'line 2 ("a1"): picture "mask.png" is not there' in told
+        assert 'line 4 ("a3"): picture "t3.png" is not there' in told
+        assert "T3.png" in told
+        assert "and 3 more" in told
+    (tmp_path / "t8.png").unlink()
+    assert cli._run(["data", "convert", manifest, str(tmp_path / "none.jsonl")]) == 2, "no row has its pictures"
+    assert len(open_manifest(tmp_path / "none.jsonl")) == 9, "it is written all the same"
+    save_pictures(tmp_path, rows)
+    save(tmp_path / "mask.png")
+    capsys.readouterr()
+    assert cli._run(["data", "convert", manifest, str(tmp_path / "whole.jsonl"), "--strict"]) == 0
+    assert "not there" not in capsys.readouterr().out
+
+
+def test_many_rows_left_out_are_summed_up_by_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(0), *(row(i, weight=-i) for i in range(1, 14))]
+    save_pictures(tmp_path, rows)
+    manifest = str(write_manifest(tmp_path, rows))
+    assert cli._run(["data", "convert", manifest, str(tmp_path / "new.jsonl"), "--skip"]) == 0
+    told = capsys.readouterr().out
+    assert "left out: 3 more rows" in told
+    assert "       13  ... is -N; it must be a finite number over N" in told
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [(["--format", "parket"], "did you mean parquet?"), (["--columns", "target"], "is no mapping")],

@@ -41,7 +41,6 @@ def test_a_table_gives_rows_and_columns_by_index(tmp_path: Path) -> None:
     assert table[9].target.name == str(tmp_path / "t9.png")
     assert table.categories == ("c0", "c1", "c2", "")
     assert table.category_codes.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3]
-    assert table.category_counts() == {"c0": 3, "c1": 3, "c2": 3, "": 1}
     assert table.weights.tolist() == [1, 2, 1, 2, 1, 2, 1, 2, 1, 1]
     assert table.lines.tolist() == list(range(1, 11))
     with pytest.raises(IndexError):
