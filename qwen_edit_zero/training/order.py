@@ -25,17 +25,29 @@ class SampleOrder:
         distribution: how categories share them.
         loss_weights: (n,) factor of each sample's loss; None: 1.
         costs: what samples cost, by which steps are divided over ranks.
+        global_size: samples of a full step.
     """
 
     schedule: SampleSchedule
     distribution: Distribution
     loss_weights: npt.NDArray[np.float32] | None
     costs: SampleCosts
+    global_size: int
 
     def announce(self, say: Callable[[str], None]) -> None:
-        """Tell what will be drawn, if that is not each sample once an epoch."""
+        """Tell what will be drawn, if that is not each sample once an epoch; and if many steps will not be full."""
         if self.distribution.repeated:
             say("\n".join(["samples of an epoch, on average:", *self.distribution.table()]))
+        filling = self.schedule.filling
+        if filling.is_poor:
+            size = filling.short_draws / filling.short_steps
+            say(
+                f"short steps: {filling.short_draws / filling.draws:.0%} of an epoch's samples are in "
+                f"{filling.short_steps:,} steps of {size:.1f} of {self.global_size:,} samples on average, and an epoch has "
+                f"{filling.steps:,} steps where {filling.fewest:,} would be full: a step is of one bucket, and there are "
+                f"{filling.buckets:,}. Cut the pictures to fewer aspects (`qwen-edit-zero data check` lists buckets), or "
+                "lower batch.global_size"
+            )
 
 
 def sample_order(
@@ -73,6 +85,7 @@ def sample_order(
         Distribution(schedule, how_often, category_codes, categories),
         None if repeat else weights,
         SampleCosts(width, image_tokens, bucket_codes, text_tokens),
+        settings.batch.global_size,
     )
 
 

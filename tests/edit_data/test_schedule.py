@@ -96,6 +96,21 @@ def test_a_step_is_of_one_bucket_and_full_unless_it_is_the_buckets_last(
 
 
 @given(repeated(), seeds, sizes)
+def test_how_full_steps_are_is_what_the_steps_of_an_epoch_say(
+    data: tuple[npt.NDArray[np.int32], Repeats | None], seed: int, size: int
+) -> None:
+    of_bucket, how_often = data
+    schedule = SampleSchedule(of_bucket, seed=seed, global_size=size, repeats=how_often)
+    plans = epoch(schedule, 0)
+    filling = schedule.filling
+    short = [len(plan.indices) for plan in plans if len(plan.indices) < size]
+    assert (filling.steps, filling.short_steps, filling.short_draws) == (len(plans), len(short), sum(short))
+    assert filling.draws == sum(len(plan.indices) for plan in plans)
+    assert filling.buckets == len({of_bucket[plan.indices[0]] for plan in plans})
+    assert filling.fewest == -(-filling.draws // size) <= filling.steps
+
+
+@given(repeated(), seeds, sizes)
 def test_each_time_a_sample_comes_in_an_epoch_it_is_another_draw(
     data: tuple[npt.NDArray[np.int32], Repeats | None], seed: int, size: int
 ) -> None:

@@ -29,6 +29,7 @@ from qwen_edit_zero.edit_data.batches.shuffle import Keys, Longs, key, positions
 
 RULE = "circles in shuffled buckets, 2"  # changes when another version would draw other samples at the same step
 _CIRCLE, _DRAWS, _STEPS = 1, 2, 3  # what is shuffled
+_MORE_STEPS, _IN_SHORT_STEPS = 1.2, 0.1  # from which on it is worth knowing
 _UNIT = 20  # binary places of a cell's draws an epoch: whole numbers count exactly, for any number of epochs
 
 
@@ -47,6 +48,33 @@ class StepPlan:
     epoch: int
     indices: tuple[int, ...]
     draws: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Filling:
+    """How full an epoch's steps are.
+
+    Attributes:
+        steps: of the epoch; fewest: that its draws would need if they were all of one bucket.
+        draws: of the epoch; short_draws: of them, in steps of fewer samples than the global batch.
+        short_steps: at most one a bucket.
+        buckets: that are drawn from.
+    """
+
+    steps: int
+    fewest: int
+    draws: int
+    short_steps: int
+    short_draws: int
+    buckets: int
+
+    @property
+    def is_poor(self) -> bool:
+        """Whether buckets cost over a fifth more steps, or put over a tenth of the samples in short steps. What is left
+        over of a set of one bucket is nobody's fault."""
+        return self.steps > self.fewest and (
+            self.steps > _MORE_STEPS * self.fewest or self.short_draws > _IN_SHORT_STEPS * self.draws
+        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +138,20 @@ class SampleSchedule:
     def steps_per_epoch(self) -> int:
         """Optimizer steps of the first epoch; of every epoch, where each sample comes once."""
         return self._layout(0).steps
+
+    @cached_property
+    def filling(self) -> Filling:
+        """How full the steps of the first epoch are; of every epoch, where each sample comes once."""
+        layout = self._layout(0)
+        left_over = layout.bucket_draws % self._global_size
+        return Filling(
+            layout.steps,
+            -(-layout.draws // self._global_size),
+            layout.draws,
+            int(np.count_nonzero(left_over)),
+            int(left_over.sum()),
+            int(np.count_nonzero(layout.bucket_draws)),
+        )
 
     def steps_before_epoch(self, epoch: int) -> int:
         """Optimizer steps of all epochs before this one together."""
