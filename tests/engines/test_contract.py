@@ -125,7 +125,9 @@ def plain_average() -> dict[bool, float]:
     return {frozen: evaluate_average_plainly(frozen) for frozen in (False, True)}
 
 
-@pytest.mark.parametrize(("kind", "world"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "world"), [pytest.param(*case, marks=[pytest.mark.slow] if case[1] == 3 else []) for case in CASES]
+)
 def test_engine_equals_plain_loop(
     kind: str, world: int, plain: dict[bool, dict[str, Any]], plain_average: dict[bool, float]
 ) -> None:

@@ -32,6 +32,7 @@ def several_checks(rank: int, world: int) -> dict[str, list[Finding]]:
     return {name: all_checks()[name](CPU) for name in NAMES}
 
 
+@pytest.mark.slow
 def test_the_checks_hold_on_two_ranks() -> None:
     for report in run_ranks(several_checks, 2, timeout=500):
         for name in NAMES:
