@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,19 +14,23 @@ import yaml
 
 from qwen_edit_zero.edit_data.cache.locks import CacheLock
 from qwen_edit_zero.edit_data.check.checking import Asked, Checked, check_table
+from qwen_edit_zero.edit_data.check.columns import RowColumns
+from qwen_edit_zero.edit_data.check.held_out import FOLDER, HeldOutChecked, held_out_lines
+from qwen_edit_zero.edit_data.check.leaks import leaks
 from qwen_edit_zero.edit_data.check.page import write_page
 from qwen_edit_zero.edit_data.check.rules import RowRules
 from qwen_edit_zero.edit_data.check.terminal import report_lines
 from qwen_edit_zero.edit_data.instructions.prepare import Instructions, Prepared
 from qwen_edit_zero.edit_data.manifests.samples import Sample
+from qwen_edit_zero.edit_data.manifests.table import SampleTable
 from qwen_edit_zero.edit_data.wording import shown
 from qwen_edit_zero.edit_model.folder import Variant, open_model_folder
 from qwen_edit_zero.edit_model.instruction_limit import InstructionLimit, instruction_limit_of
 from qwen_edit_zero.errors import ModelFolderError, StorageError
 from qwen_edit_zero.settings.load import LoadedSettings, load_for_manifest, load_settings
 from qwen_edit_zero.settings.models import Settings
-from qwen_edit_zero.training.datasets import DEMO, MANIFESTS, training_table
-from qwen_edit_zero.training.making import making_of
+from qwen_edit_zero.training.datasets import DEMO, MANIFESTS, chosen_of, training_table, whole_held_out_table
+from qwen_edit_zero.training.making import making_held_out, making_of
 from qwen_edit_zero.training.progress import LateProgress
 from qwen_edit_zero.training.run_folder import cache_folder
 from qwen_edit_zero.training.texts import TrainingTexts
@@ -61,15 +65,23 @@ class RulesOf:
 
     Attributes:
         model: folder whose tokenizer counts; None: it is not known.
+        pictured: None: of the training set. Of the held-out set the ids of the samples that are pictured.
     """
 
     settings: Settings
     variant: Variant
     model: Path | None
+    pictured: frozenset[str] | None = None
 
     def __call__(self) -> RowRules:
         data = self.settings.data
-        texts = TrainingTexts(Instructions(data))
+        instructions = Instructions(data)
+        texts = TrainingTexts(instructions)
+        making = (
+            making_of(self.settings, self.variant, texts)
+            if self.pictured is None
+            else making_held_out(self.settings, self.variant, instructions, self.pictured)
+        )
         prepared: Callable[[Sample], Prepared] = texts.prepared
         if data.safety == "off":  # what the word filter would find is told all the same
             looking = lru_cache(1 << 14)(Instructions(data.model_copy(update={"safety": "flag"})).prepare)
@@ -78,7 +90,7 @@ class RulesOf:
                 return looking(sample.instruction)
 
         limit = None if self.model is None else _LateLimit(self.model).check
-        return RowRules(making_of(self.settings, self.variant, texts), prepared, limit, data.safety)
+        return RowRules(making, prepared, limit, data.safety)
 
 
 class _LateLimit:
@@ -110,6 +122,8 @@ def run_check(command: CheckCommand, say: Callable[[str], None] = print) -> int:
     most = settings.data.max_references if variant.takes_several_references else 1
     skipping = settings.model_copy(update={"data": settings.data.model_copy(update={"on_error": "skip"})})
     table = training_table(skipping, most, index_folder=cache / MANIFESTS)
+    held_table = whole_held_out_table(skipping, most, index_folder=cache / MANIFESTS)
+    held_out: HeldOutChecked | None = None
     asked = Asked(
         table=table,
         references=most,
@@ -123,11 +137,21 @@ def run_check(command: CheckCommand, say: Callable[[str], None] = print) -> int:
         strict=command.strict,
         workers=command.workers,
     )
+    if held_table is not None:
+
+        def check_held_out(columns: RowColumns) -> None:
+            nonlocal held_out
+            held_out = _check_held_out(asked, columns, held_table, skipping, RulesOf(settings, variant, model))
+
+        asked = replace(asked, then=check_held_out)
     try:
         with CacheLock(cache, exclusive=False) as lock:
             lock.share()  # nobody deletes there meanwhile, and runs may begin
             checked = check_table(asked, lambda title, total: _Bar(title, total))
-        page = write_page(checked, _told_settings(settings, note))
+        told = _told_settings(settings, note)
+        if held_out is not None:
+            write_page(held_out.checked, told)
+        page = write_page(checked, told, held_out)
     except OSError as error:
         raise StorageError(
             f"the results of the check cannot be written to {shown(out)} ({error.strerror or error}); --out names "
@@ -135,9 +159,34 @@ def run_check(command: CheckCommand, say: Callable[[str], None] = print) -> int:
         ) from error
     for line in report_lines(checked):
         say(line)
-    for line in _ending(checked, settings, note, page):
+    if held_out is not None:
+        say("")
+        for line in held_out_lines(held_out):
+            say(line)
+    for line in _ending(checked, held_out, settings, note, page):
         say(line)
-    return checked.exit_status(strict=command.strict)
+    status = checked.exit_status(strict=command.strict)
+    return status if held_out is None else max(status, held_out.exit_status(strict=command.strict))
+
+
+def _check_held_out(
+    training: Asked, columns: RowColumns, table: SampleTable, settings: Settings, rules: RulesOf
+) -> HeldOutChecked:
+    """Check all held-out rows, and look for them in the training set, whose columns these are."""
+    used = chosen_of(table, settings)
+    asked = replace(
+        training,
+        table=table,
+        new_rules=replace(rules, pictured=used.pictured_ids()),
+        step=1,  # their loss is computed one by one, in whatever buckets they are
+        out=training.out / FOLDER,
+        with_wrong_rows=table.name != training.table.name,
+        more=lambda held_columns: leaks(training.table, columns, table, held_columns),
+        then=None,
+    )
+    validated = int(used.validated.sum()) if settings.validation.every is not None else None
+    checked = check_table(asked, lambda title, total: _Bar(f"held-out set: {title}", total))
+    return HeldOutChecked(checked, used.pictured, validated)
 
 
 def _settings_of(command: CheckCommand, *, is_recipe: bool) -> LoadedSettings:
@@ -196,14 +245,19 @@ def _told_settings(settings: Settings, note: str) -> list[tuple[str, str]]:
     return [*told, ("note", note)] if note else told
 
 
-def _ending(checked: Checked, settings: Settings, note: str, page: Path) -> Sequence[str]:
+def _ending(
+    checked: Checked, held_out: HeldOutChecked | None, settings: Settings, note: str, page: Path
+) -> Sequence[str]:
     lines = [note] if note else []
-    if checked.refused and settings.data.on_error == "stop":
+    refused = checked.refused + (0 if held_out is None else held_out.checked.refused)
+    if refused and settings.data.on_error == "stop":
         lines.append("training ends at rows that are refused (data.on_error=stop); data.on_error=skip leaves them out")
     lines.append(f"written: {page}")
     for name in ("findings.jsonl", "clean.jsonl"):
         rows = f" ({checked.clean_rows:,} rows)" if name.startswith("clean") else ""
         lines.append(f"written: {checked.out / name}{rows}")
+    if held_out is not None:
+        lines.append(f"written: {held_out.checked.out}, the same of the held-out set")
     if checked.outside:
         setting = shlex.quote(f"data.outside={json.dumps(checked.outside[:5], ensure_ascii=False)}")
         more = f" and {len(checked.outside) - 5:,} more folders" if len(checked.outside) > 5 else ""

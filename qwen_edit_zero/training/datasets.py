@@ -59,17 +59,34 @@ class HeldOutTable:
         return frozenset(sample.id for sample in self.table[: self.pictured])
 
 
+def whole_held_out_table(
+    settings: Settings, most_references: int, *, index_folder: Path, rank: int = 0, from_rank_0: Share = _alone
+) -> SampleTable | None:
+    """All held-out samples, whether a run uses them or not. None if none are named. As `training_table`."""
+    data = settings.data
+    name = data.validation or (data.manifest if data.validation_split or data.manifest == DEMO else None)
+    if name is None:
+        return None
+    return _open(settings, name, "validation", most_references, rank, index_folder, from_rank_0)
+
+
 def held_out_table(
     settings: Settings, most_references: int, *, index_folder: Path, rank: int = 0, from_rank_0: Share = _alone
 ) -> HeldOutTable | None:
     """sampling.count held-out samples for pictures: the first of every category, then the second of every category ...;
     and up to validation.samples for the loss, if there is to be one (`chosen_by_id`). None if none are wanted.
     Collective. Raises DataError, StorageError."""
-    data, validation = settings.data, settings.validation
-    name = data.validation or (data.manifest if data.validation_split or data.manifest == DEMO else None)
-    if name is None or (settings.sampling.count == 0 and validation.every is None):
+    if settings.sampling.count == 0 and settings.validation.every is None:
         return None
-    table = _open(settings, name, "validation", most_references, rank, index_folder, from_rank_0)
+    table = whole_held_out_table(
+        settings, most_references, index_folder=index_folder, rank=rank, from_rank_0=from_rank_0
+    )
+    return None if table is None else chosen_of(table, settings, rank=rank, from_rank_0=from_rank_0)
+
+
+def chosen_of(table: SampleTable, settings: Settings, *, rank: int = 0, from_rank_0: Share = _alone) -> HeldOutTable:
+    """What a run uses of the whole held-out set; see `held_out_table`. Collective."""
+    validation = settings.validation
     pictured = spread_over_categories(table.category_codes, settings.sampling.count)
     validated = np.zeros(0, np.int64)
     if validation.every is not None:

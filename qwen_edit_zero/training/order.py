@@ -43,10 +43,10 @@ class SampleOrder:
             size = filling.short_draws / filling.short_steps
             say(
                 f"short steps: {filling.short_draws / filling.draws:.0%} of an epoch's samples are in "
-                f"{filling.short_steps:,} steps of {size:.1f} of {self.global_size:,} samples on average, and an epoch has "
-                f"{filling.steps:,} steps where {filling.fewest:,} would be full: a step is of one bucket, and there are "
-                f"{filling.buckets:,}. Cut the pictures to fewer aspects (`qwen-edit-zero data check` lists buckets), or "
-                "lower batch.global_size"
+                f"{filling.short_steps:,} steps of {size:.1f} of {self.global_size:,} samples on average, and an epoch "
+                f"has {filling.steps:,} steps where {filling.fewest:,} would be full: a step is of one bucket, and "
+                f"there are {filling.buckets:,}. Cut the pictures to fewer aspects (`qwen-edit-zero data check` lists "
+                "buckets), or lower batch.global_size"
             )
 
 

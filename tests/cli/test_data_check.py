@@ -153,3 +153,64 @@ def test_nothing_of_it_needs_torch(manifest: Path, tmp_path: Path) -> None:
         [sys.executable, "-c", code, "data", "check", "--help"], capture_output=True, text=True, check=False
     )
     assert "exit status" in done.stdout
+
+
+def scenes(folder: Path, *numbers: int) -> None:
+    """Pictures `sN.png` and, with something painted on it, `tN.png`."""
+    for number in numbers:
+        image = scene(number, 256, 256)
+        image.save(folder / f"s{number}.png")
+        image.paste("orange", (50, 50, 150, 150))
+        image.save(folder / f"t{number}.png")
+
+
+def of(number: int, **changes: object) -> dict[str, object]:
+    return row(f"r{number}", source=f"s{number}.png", target=f"t{number}.png") | changes
+
+
+def test_the_held_out_set_is_checked_too_and_rows_in_both_sets_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scenes(tmp_path, 1, 2, 3, 4, 5)
+    manifest = write_manifest(tmp_path, [of(1), of(2), of(3)])
+    held = [of(1, id="other"), of(4, id="r2"), of(5, target="gone.png"), of(5, id="fine"), {"id": "wrong"}]
+    validation = write_manifest(tmp_path, held, name="validation.jsonl")
+    given = (manifest, "--out", tmp_path / "out", *AREAS, f"data.validation={validation}")
+    assert check(*given, "validation.every=5", "validation.samples=2", "sampling.count=1") == 1
+    told = capsys.readouterr().out
+    assert "3 of 3 rows are clean" in told
+    assert "1 of 5 rows are clean; 2 should be looked at; 2 are left out" in told
+    assert "of 5 held-out rows a run pictures 1 (sampling.count); the loss of 2 is computed" in told
+    assert "data.on_error=stop" in told
+    findings = [json.loads(line) for line in (tmp_path / "out/held_out/findings.jsonl").open()]
+    assert {(f["id"], f["kind"]) for f in findings if f["level"] != "note"} == {
+        ("other", "trained-on"), ("r2", "id-trained-on"), ("r5", "missing"), (None, "row")
+    }  # fmt: skip
+    (copy,) = [f["reason"] for f in findings if f["kind"] == "trained-on"]
+    assert copy == "it has the pictures of line 1 (id r1) of the training set"
+    for page in ("report.html", "held_out/report.html"):
+        assert copy in (tmp_path / "out" / page).read_text(encoding="utf-8")
+    assert [json.loads(line)["id"] for line in (tmp_path / "out/findings.jsonl").open()] == []
+    assert check(*given, "--strict") == 2
+    write_manifest(tmp_path, [of(5)], name="validation.jsonl")
+    assert check(*given) == 0
+    write_manifest(tmp_path, [of(5, target="gone.png")], name="validation.jsonl")
+    assert check(*given) == 1, "training goes on without pictures"
+    assert check(*given, "validation.every=5") == 2, "and does not begin without a loss it is to compute"
+    capsys.readouterr()
+    assert check(manifest, "--out", tmp_path / "alone", *AREAS) == 0
+    assert "Held-out" not in capsys.readouterr().out
+    assert not (tmp_path / "alone/held_out").exists()
+
+
+def test_a_split_of_the_manifest_is_a_held_out_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scenes(tmp_path, 1, 2)
+    rows = [of(1, split="train"), of(2, split="test"), of(1, id="copy", split="test"), {"id": "wrong"}]
+    manifest = write_manifest(tmp_path, rows)
+    splits = ("data.split=train", "data.validation_split=test")
+    assert check(manifest, "--out", tmp_path / "out", *AREAS, *splits) == 1
+    told = capsys.readouterr().out
+    assert "1 of 2 rows are clean; 1 are left out" in told
+    assert "1 of 2 rows are clean; 1 should be looked at" in told, "what is wrong in itself is told once"
+    findings = [json.loads(line) for line in (tmp_path / "out/held_out/findings.jsonl").open()]
+    assert [(f["id"], f["kind"]) for f in findings] == [("copy", "trained-on")]

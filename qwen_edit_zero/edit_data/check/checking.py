@@ -60,6 +60,9 @@ class Asked:
         out: folder for the results.
         strict: rows with warnings are left out of the clean manifest, too.
         workers: processes; see `examine_all`.
+        with_wrong_rows: whether rows that are wrong in themselves count; they have no split, and are told once.
+        more: what else is found, by the columns, when all rows have been examined.
+        then: is given the columns last, before they are deleted.
     """
 
     table: SampleTable
@@ -73,6 +76,9 @@ class Asked:
     out: Path
     strict: bool = False
     workers: int | None = None
+    with_wrong_rows: bool = True
+    more: Callable[[RowColumns], Iterable[Finding]] | None = None
+    then: Callable[[RowColumns], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,10 +133,12 @@ def check_table(asked: Asked, new_bar: NewBar) -> Checked:
         columns = RowColumns(work, len(table), asked.references, new=True)
         job = CheckJob(table, asked.references, asked.cache, work, asked.new_rules)
         with FindingLog(log_path) as log:
-            refused_rows = table.refused
+            refused_rows = table.refused if asked.with_wrong_rows else ()
             log.add(Finding("row", -1, r.line, r.where or f"line {r.line}", r.id, r.reason) for r in refused_rows)
             pictures, decoded, seconds = _examine(job, log, asked.workers, new_bar)
             _note_duplicates(table, columns, log)
+            if asked.more is not None:
+                log.add(asked.more(columns))
             summary = summarise(
                 table, columns, area=asked.area, align=asked.align, step=asked.step, tokens=asked.tokens,
                 examples=EXAMPLES,
@@ -146,6 +154,8 @@ def check_table(asked: Asked, new_bar: NewBar) -> Checked:
         finally:
             bar.close()
         states = np.bincount(columns.state, minlength=4).tolist()
+        if asked.then is not None:
+            asked.then(columns)
         return Checked(
             table=table,
             rows=len(table) + len(refused_rows),

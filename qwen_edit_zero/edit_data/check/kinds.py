@@ -111,6 +111,15 @@ _ALL = (
         "References, instruction and target are those of an earlier row: it is trained on twice as often.",
     ),
     Kind(
+        "trained-on", "warning", "held-out rows whose pictures are trained on",
+        "What is measured and pictured on them says nothing about new edits: take them out of one of the sets, or keep "
+        "the sets apart by data.split and data.validation_split.",
+    ),
+    Kind(
+        "id-trained-on", "warning", "held-out rows with the id of a training row",
+        "If they are the same edits in other files, take them out of one of the sets.",
+    ),
+    Kind(
         "same-target", "note", "one target in several rows",
         "Right for sets of several ways to one result; else a copy.",
     ),

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from qwen_edit_zero.edit_data.check.charts import bars
 from qwen_edit_zero.edit_data.check.findings import Finding, Found
+from qwen_edit_zero.edit_data.check.held_out import FOLDER, HeldOutChecked
 from qwen_edit_zero.edit_data.check.kinds import LEVELS
 from qwen_edit_zero.edit_data.check.terminal import verdict
 from qwen_edit_zero.edit_data.check.thumbnails import Thumbnail, Thumbnails
-from qwen_edit_zero.edit_data.check.wordings import WITHOUT, labels, plain, reasons, seconds, share
+from qwen_edit_zero.edit_data.check.wordings import WITHOUT, labels, place, plain, reasons, seconds, share
 
 if TYPE_CHECKING:
     from qwen_edit_zero.edit_data.check.checking import Checked
@@ -25,21 +26,23 @@ if TYPE_CHECKING:
 
 NAME = "report.html"
 _MOST = 20  # rows of a table or chart
+_MOST_HELD_OUT = 3  # examples of a kind in the held-out set
 _WORDS = {"refused": "left out", "warning": "look at", "note": "note"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def write_page(checked: Checked, settings: Sequence[tuple[str, str]]) -> Path:
+def write_page(checked: Checked, settings: Sequence[tuple[str, str]], held_out: HeldOutChecked | None = None) -> Path:
     """Write the page into the folder of the results; it appears whole or not at all. Raises OSError.
 
     Args:
         settings: names and values that the check depended on.
+        held_out: what was found in the held-out set, whose own page is in `held_out.FOLDER`.
     """
     path = checked.out / NAME
     temporary = path.with_name(f".{NAME}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            for part in _page(checked, settings):
+            for part in _page(checked, settings, held_out):
                 file.write(part)
         os.replace(temporary, path)
     finally:
@@ -47,7 +50,7 @@ def write_page(checked: Checked, settings: Sequence[tuple[str, str]]) -> Path:
     return path
 
 
-def _page(checked: Checked, settings: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _page(checked: Checked, settings: Sequence[tuple[str, str]], held_out: HeldOutChecked | None) -> Iterator[str]:
     name = _text(checked.table.name, 120)
     style = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
     yield (
@@ -65,6 +68,8 @@ def _page(checked: Checked, settings: Sequence[tuple[str, str]]) -> Iterator[str
         for found in checked.found:
             if found.kind.level == level:
                 yield _section(found, checked, thumbnails)
+    if held_out is not None:
+        yield _held_out(held_out)
     yield "<h2>What is in the set</h2>"
     yield from _charts(checked)
     rate = checked.pictures / checked.seconds if checked.seconds else 0
@@ -93,12 +98,31 @@ def _standing(checked: Checked) -> str:
     return f'<p class="verdict">{said}</p><div class="strip">{strip}</div><div class="cards">{cards}</div>'
 
 
-def _overview(checked: Checked) -> str:
+def _held_out(held_out: HeldOutChecked) -> str:
+    checked = held_out.checked
+    texts = "".join(
+        f"<li>{_text(place(finding), 200)}: <bdi>{_text(finding.text, 300)}</bdi></li>"
+        for found in checked.found
+        if found.kind.level != "note"
+        for finding in found.examples[:_MOST_HELD_OUT]
+    )
+    examples = f"<ul>{texts}</ul>" if texts else ""
+    return (
+        f"<h2 id='held-out'>Held-out set</h2><p>{_text(checked.table.describe(), 600)}</p>{_standing(checked)}"
+        f"<p>{escape(held_out.uses)}.</p>{_overview(checked, links=False)}{examples}"
+        f"<p>The whole report on it is <code>{FOLDER}/{NAME}</code>.</p>"
+    )
+
+
+def _overview(checked: Checked, *, links: bool = True) -> str:
     if not checked.found:
         return "<p>Nothing was found.</p>"
+    titles = {f.kind.name: escape(f.kind.title) for f in checked.found}
+    if links:
+        titles = {name: f'<a href="#{name}">{title}</a>' for name, title in titles.items()}
     rows = "".join(
         f'<tr><td><span class="badge {f.kind.level}">{_WORDS[f.kind.level]}</span></td>'
-        f'<td><a href="#{f.kind.name}">{escape(f.kind.title)}</a></td>'
+        f"<td>{titles[f.kind.name]}</td>"
         f'<td class="n">{f.count:,}</td><td class="n">{share(f.count, checked.rows)}</td></tr>'
         for f in checked.found
     )

@@ -27,6 +27,13 @@ def report_lines(checked: Checked) -> Iterator[str]:
     """The report, line by line."""
     yield checked.table.describe()
     yield verdict(checked)
+    yield from finding_lines(checked)
+    yield ""
+    yield from _tables(checked)
+
+
+def finding_lines(checked: Checked) -> Iterator[str]:
+    """What was found, worst first."""
     for level in LEVELS:
         found = [f for f in checked.found if f.kind.level == level]
         if not found:
@@ -41,8 +48,6 @@ def report_lines(checked: Checked) -> Iterator[str]:
                 continue
             for example in each.examples[:_EXAMPLES]:
                 yield f"      {place(example)}: {plain(example.text)}"
-    yield ""
-    yield from _tables(checked)
 
 
 def verdict(checked: Checked) -> str:
