@@ -56,6 +56,9 @@ def test_network_and_host_memory_can_be_given() -> None:
         ("8x", ["names no cluster"]),
         ("", ["names no cluster"]),
         ("8xH10O", ["did you mean H100?", "--accelerators FILE"]),
+        ("8xV100", ["V100 has no bf16", "A100-40"]),
+        ("4xT4", ["T4 has no bf16"]),
+        ("RTX 2080 Ti", ["has no bf16"]),
         ("8xTPUv5", ["not in the table", "There are: A100-40", "--accelerators FILE", "tpuv5: {memory:"]),
         ("100000x8xH100", ["800,000", "16,384"]),
         ("8xH100,net=25", ["'25' is no rate", "25GB/s"]),
@@ -120,6 +123,10 @@ def test_a_file_adds_and_replaces_accelerators(tmp_path: Path) -> None:
         (
             "MyGPU: {memory: 1 GiB, bf16: 1 TFLOP/s, memory_bandwidth: 1 GB/s, link: 1 GB/s, reached: [2, 3]}",
             ["MyGPU.reached", "shares"],
+        ),
+        (
+            "MyGPU: {memory: 1 GiB, bf16: 1 TFLOP/s, memory_bandwidth: 1 GB/s, link: 1 GB/s, masked_attention: [0, 3]}",
+            ["MyGPU.masked_attention", "factors from 1"],
         ),
         ("MyGPU: [", ["is no YAML"]),
     ],

@@ -89,6 +89,29 @@ def test_the_full_model_needs_sharding() -> None:
             assert size > sharded.device[phase][kind] if kind in kinds else size == sharded.device[phase][kind]
 
 
+@pytest.mark.parametrize(
+    ("engine", "sections", "groups", "exchanged"),
+    [
+        ("fsdp2", {}, 1, 0),
+        ("zero3", {}, 1, 0),
+        ("fsdp2", {"engine": {"shard_size": 8}}, 3, 0),
+        ("fsdp2", {"engine": {"sequence_parallel": 8}}, 2, 3),
+        ("fsdp2", {"engine": {"sequence_parallel": 2}}, 2, 3 / 7),
+    ],
+)
+def test_each_group_of_ranks_has_buffers_of_nccl(
+    engine: str, sections: dict[str, Any], groups: int, exchanged: float
+) -> None:
+    gib = 1 << 30
+    held = memory(plan(engine, 64, **sections), A100).device
+    assert {kinds[Kind.CONTEXT] for kinds in held.values()} == {gib // 2}
+    assert held[Phase.BACKWARD][Kind.COMMUNICATORS] == pytest.approx((0.6 * groups + exchanged) * gib, rel=0.05)
+
+
+def test_one_process_has_no_buffers_of_nccl() -> None:
+    assert all(Kind.COMMUNICATORS not in kinds for kinds in memory(plan("fsdp2", 1), A100).device.values())
+
+
 def test_a_rank_copies_its_share_of_a_checkpoint_to_the_host() -> None:
     for engine in ("ddp", "fsdp2", "zero3"):
         assert saved_bytes(plan(engine, 8)) == 12 * N // 8

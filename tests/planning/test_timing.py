@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.planning.costs.cost import cost, run_steps
 from qwen_edit_zero.planning.costs.disk import checkpoint_bytes
 from qwen_edit_zero.planning.costs.timing import Timing, timing
@@ -76,6 +78,36 @@ def test_precision_and_compilation_change_the_rate() -> None:
     assert bf16.compute_s[0] < tf32.compute_s[0] < fp32.compute_s[0]
     assert compiled.compute_s[0] < bf16.compute_s[0]
     assert fp32.mfu[1] < 1
+
+
+def test_padded_prompts_cost_attention_its_flash_kernel() -> None:
+    def computing(gpus: str, micro: int, *said: str) -> tuple[float, float]:
+        return of(gpus, f"batch.micro_size={micro}", "batch.global_size=16", *said).compute_s
+
+    one, two = computing("8xA100-80", 1), computing("8xA100-80", 2)
+    assert two[0] > 1.1 * one[0]
+    assert two[1] > 1.2 * one[1]
+    job, cluster = planned("8xA100-80", "batch.micro_size=2", "batch.global_size=16")
+    assert any("mask" in reason for reason in timing(job, cluster).why)
+    alike = dataclasses.replace(job, padded=False)
+    assert timing(alike, cluster).compute_s == pytest.approx(one)
+    assert not any("mask" in reason for reason in timing(alike, cluster).why)
+    # cuDNN's kernel takes a mask; in fp32 there is no flash kernel to lose
+    assert computing("8xH100", 2)[0] == pytest.approx(computing("8xH100", 1)[0])
+    fp32 = "precision.mode=fp32"
+    assert computing("8xA100-80", 2, fp32) == pytest.approx(computing("8xA100-80", 1, fp32))
+
+
+def test_attention_as_single_products_is_slower_than_a_kernel() -> None:
+    kernel, products = of("8xA100-80"), of("8xA100-80", "model.attention=_native_math")
+    assert products.compute_s[0] > 1.5 * kernel.compute_s[0]
+    assert any("tokens x tokens" in reason for reason in products.why)
+
+
+def test_a_backend_without_masks_is_refused_where_training_refuses_it() -> None:
+    planned("8xH100", "model.attention=flash")
+    with pytest.raises(SettingsError, match=r"model\.attention is flash, which takes no mask"):
+        planned("8xH100", "model.attention=flash", "batch.micro_size=2", "batch.global_size=16")
 
 
 def test_small_pictures_take_the_time_that_kernels_take_to_start() -> None:

@@ -54,7 +54,7 @@ class Computing:
 
 def computing(job: Job, *, on_gpu: bool = True) -> Computing:
     """How the job's engine computes. Compiled code, which may keep less, is treated as if it were not compiled."""
-    model, backend = job.settings.model, job.settings.model.attention.removeprefix("_")
+    model, backend = job.settings.model, job.attention
     return Computing(
         dtype=job.settings.precision.mode,
         autocast=job.kind == "ddp",

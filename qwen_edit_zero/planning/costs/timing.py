@@ -1,6 +1,7 @@
 """How long a step takes, as a range: what is known is computed, and what is assumed has a low and a high end.
 
 - Matrix products and attention: their FLOP over the share of the GPU's peak that such work reaches (`reached`).
+- Of attention, what it takes longer with a mask (prompts are padded), or without a kernel for it.
 - Everything else of a pass: its bytes (`elementwise`) over the GPU's memory bandwidth; or, where tensors are small, the
   time in which Python starts the kernels.
 - Communication: bytes over links; from "as much hidden behind computing as there is computing" to "none hidden".
@@ -19,6 +20,7 @@ from qwen_edit_zero.planning.engines.communication import traffic
 from qwen_edit_zero.planning.hardware.clusters import Accelerator, Cluster
 from qwen_edit_zero.planning.jobs.job import Job
 from qwen_edit_zero.planning.passes.activations import activations
+from qwen_edit_zero.planning.passes.attention import extra_seconds
 from qwen_edit_zero.planning.passes.elementwise import elementwise_bytes
 from qwen_edit_zero.planning.passes.encoding import encoding_flops
 from qwen_edit_zero.planning.passes.flops import step_flops
@@ -94,10 +96,13 @@ def timing(job: Job, cluster: Cluster, *, disk: float = DISK) -> Timing:
     gpu = cluster.accelerator
     flops = step_flops(job)
     peak = _peak(job, gpu)
-    products = _over((flops.useful + flops.recomputed) / job.world, _times(gpu.reached, peak))
-    elementwise = _over(elementwise_bytes(job), _times(_OF_MEMORY, gpu.memory_bandwidth))
+    rates, bandwidths = _times(gpu.reached, peak), _times(_OF_MEMORY, gpu.memory_bandwidth)
+    products = _over((flops.useful + flops.recomputed) / job.world, rates)
+    fp32_rates = _times(gpu.reached, _fp32_peak(job, gpu))
+    longer = extra_seconds(job, gpu, rates=rates, fp32_rates=fp32_rates, bandwidths=bandwidths)
+    elementwise = _over(elementwise_bytes(job), bandwidths)
     launches = _launches(job)
-    compute = _most(_sum((products, elementwise)), launches)
+    compute = _most(_sum((products, longer, elementwise)), launches)
     hidden, never_hidden = _communication(job, cluster)
     exposed = _sum(((max(0.0, hidden[0] - compute[0]), hidden[1]), never_hidden))
     optimizer = _optimizer(job, cluster)
@@ -119,6 +124,8 @@ def timing(job: Job, cluster: Cluster, *, disk: float = DISK) -> Timing:
         f"{peak / 1e12:,.0f} TFLOP/s; assumed, as in published trainings",
         "of the communication, from as much as possible to none is hidden behind computing",
     ]
+    if longer[1] > 0.02 * compute[1]:
+        why.append(_why_longer(job, gpu))
     if launches[1] >= compute[1]:
         why.append("tensors are so small that the time goes into starting kernels; a larger micro-batch costs little")
     if loader_limit < rate[1]:
@@ -135,8 +142,21 @@ def timing(job: Job, cluster: Cluster, *, disk: float = DISK) -> Timing:
 
 
 def _peak(job: Job, gpu: Accelerator) -> float:
-    precision = job.settings.precision
-    return gpu.bf16_flops * (1.0 if precision.mode != "fp32" else _OF_TF32 if precision.tf32 else _OF_FP32)
+    return gpu.bf16_flops if job.settings.precision.mode != "fp32" else _fp32_peak(job, gpu)
+
+
+def _fp32_peak(job: Job, gpu: Accelerator) -> float:
+    return gpu.bf16_flops * (_OF_TF32 if job.settings.precision.tf32 else _OF_FP32)
+
+
+def _why_longer(job: Job, gpu: Accelerator) -> str:
+    if job.attention == "native_math":
+        return "model.attention is _native_math: matrices of tokens x tokens go through the GPU's memory, in fp32"
+    low, high = gpu.masked_attention
+    return (
+        f"prompts of a micro-batch are padded, so attention has a mask, with which it takes {low:g} to {high:g} times "
+        f"as long on {gpu.name} (assumed); one sample at a time has none"
+    )
 
 
 def _launches(job: Job) -> Range:

@@ -21,6 +21,7 @@ class Kind(StrEnum):
     INPUTS = "inputs"
     WEIGHTS_OF_OTHERS = "text encoder and VAE"
     CONTEXT = "CUDA context and libraries"
+    COMMUNICATORS = "NCCL's buffers"
     FRAGMENTATION = "fragmentation"
     SAVE = "copy for a checkpoint"
 

@@ -1,8 +1,8 @@
 """Memory of the worst rank by kind, at the peak of each phase of a run.
 
 State is exact. Transients are read from the engines' code, activations derived operation by operation. Assumptions are:
-the CUDA context and NCCL's buffers (`Accelerator.context`), fragmentation of the allocator, what a Python process with
-torch takes of host memory.
+the CUDA context (`Accelerator.context`), NCCL's buffers (`communicators.py`), fragmentation of the allocator, what a
+Python process with torch takes of host memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qwen_edit_zero.planning.engines.communicators import communicator_bytes
 from qwen_edit_zero.planning.engines.kinds import Bytes, Holding, Kind, Phase, added, page_locked, total
 from qwen_edit_zero.planning.engines.state import FP32, state
 from qwen_edit_zero.planning.engines.transients import transients
@@ -22,7 +23,7 @@ LATENT_CHANNELS = 64  # elements of a token of a latent
 SLAB = 64 * 2**20  # host memory of a checkpoint's copy comes in such pieces
 PROCESS = 3 << 30  # assumed: a rank's Python with torch and CUDA, in host memory
 # Assumed shares of what is not state: segments that grow leave little between tensors, those of fixed size more.
-FRAGMENTATION, FRAGMENTATION_OF_FIXED_SEGMENTS = 0.04, 0.12
+FRAGMENTATION, FRAGMENTATION_OF_FIXED_SEGMENTS = 0.04, 0.15
 
 _TRAINING = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP, Phase.SAVE, Phase.SAMPLE)
 
@@ -91,7 +92,7 @@ def _loading(
     flattening = beside.device.get(Kind.PARAMETERS, 0)
     if flattening <= total(held.device):
         return held.device, held.host
-    if accelerator is not None and flattening + accelerator.context > accelerator.memory:
+    if accelerator is not None and flattening + accelerator.context + communicator_bytes(job) > accelerator.memory:
         # Each rank's parameters and the buffer; the GPU gets the buffer alone.
         return held.device, added([held.host, {Kind.PARAMETERS: flattening}])
     return beside.device, held.host
@@ -131,6 +132,8 @@ def _with_surroundings(
         host[phase] = added([host[phase], more])
         if on_gpu:
             apart = total(device[phase]) - min(total(held.device), total(device[phase]))
-            context = 0 if accelerator is None else accelerator.context
-            device[phase] = added([device[phase], {Kind.FRAGMENTATION: round(share * apart), Kind.CONTEXT: context}])
+            more = {Kind.FRAGMENTATION: round(share * apart)}
+            if accelerator is not None:
+                more |= {Kind.CONTEXT: accelerator.context, Kind.COMMUNICATORS: communicator_bytes(job)}
+            device[phase] = added([device[phase], more])
     return MemoryPlan(device, host)

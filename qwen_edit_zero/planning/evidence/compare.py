@@ -34,7 +34,11 @@ _KINDS = {
     "ema": Kind.EMA,
 }
 _PHASES = {"forward": Phase.FORWARD, "backward": Phase.BACKWARD, "step": Phase.STEP}
-_NOT_ALLOCATED = (Kind.CONTEXT, Kind.FRAGMENTATION)  # torch counts neither among what is allocated
+_NOT_ALLOCATED = (
+    Kind.CONTEXT,
+    Kind.COMMUNICATORS,
+    Kind.FRAGMENTATION,
+)  # torch counts none of them among what is allocated
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ def compare(settings: Settings, measured: Measured) -> Comparison:
         gpus_per_node=measured.ranks_per_node,
         sample=SampleShape(measured.target, measured.references, measured.text_tokens),
         config=measured.config,
+        padded=measured.is_padded,
     )
     plan = Plan(job, _cluster(measured))
     return Comparison(

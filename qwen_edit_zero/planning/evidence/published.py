@@ -23,7 +23,7 @@ from qwen_edit_zero.settings.models import Settings
 _FILE = Path(__file__).parent / "published.yaml"
 _ANY_FULL = Path("recipes/full_finetune.yaml")
 _TRAINING = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
-_NOT_ALLOCATED = (Kind.CONTEXT, Kind.FRAGMENTATION)
+_NOT_ALLOCATED = (Kind.CONTEXT, Kind.COMMUNICATORS, Kind.FRAGMENTATION)
 
 
 @dataclass(frozen=True)

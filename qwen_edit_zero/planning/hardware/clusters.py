@@ -19,8 +19,11 @@ from qwen_edit_zero.settings.names import nearest
 
 MOST_RANKS = 16_384
 _USUAL_NODE = 8
-# Assumed: half for the CUDA context and its libraries, half for the buffers of NCCL's channels.
-_CONTEXT = GIB
+_MOST_TIMES = 100
+# By the name without maker and punctuation: Volta, Turing and what was before.
+_WITHOUT_BF16 = re.compile(r"(v100|t4|p100|p40|p4|k80|m40|m60|titan|(quadro)?rtx(20|[4568]000(?!ada))|gtx)", re.ASCII)
+_CONTEXT = GIB // 2  # assumed, of a process that has used cuBLAS and cuDNN
+_MASKED_ATTENTION = (1.5, 2.2)  # docs/plan_evidence.md
 _TABLE = Path(__file__).parent / "accelerators.yaml"
 
 
@@ -33,8 +36,10 @@ class Accelerator:
         bf16_flops: dense, a second.
         memory_bandwidth, link, host_link, network: bytes a second; the last three each way.
         host_memory: usual bytes of a node's memory, a GPU.
-        context: bytes of `memory` that the CUDA context and NCCL take beside torch's tensors (an assumption).
+        context: bytes of `memory` that the CUDA context and libraries take beside torch's tensors, NCCL's buffers not
+            included (an assumption).
         reached: share of `bf16_flops` that matrix products and attention reach, (low, high).
+        masked_attention: how many times as long attention takes where prompts are padded, (low, high).
         device_names: parts of the name by which a device calls itself.
     """
 
@@ -53,6 +58,7 @@ class Accelerator:
     aliases: tuple[str, ...] = ()
     note: str = ""
     context: int = _CONTEXT
+    masked_attention: tuple[float, float] = _MASKED_ATTENTION
 
 
 @dataclass(frozen=True)
@@ -128,13 +134,19 @@ def find_accelerator(name: str, table: Mapping[str, Accelerator] | None = None) 
         return table[begin_so[0]]
     if begin_so:
         raise UserError(f"--gpus: {name!r} leaves open which is meant; say {' or '.join(begin_so)}")
+    if _WITHOUT_BF16.match(plain):
+        raise UserError(
+            f"--gpus: {name.strip()} has no bf16, which came with the generation of the A100; trainings here are meant "
+            "for bf16, and nothing is known of their speed on it. Use a GPU of that generation or a later one: "
+            f"{', '.join(table)}"
+        )
     near = nearest(plain, list(by_plain))
     did_you = f" Did you mean {by_plain[near].name}?" if near else ""
     raise UserError(
         f"--gpus: {name!r} is not in the table of accelerators.{did_you} There are: {', '.join(table)}. To add one, "
-        "write a YAML file with its memory, bf16, memory_bandwidth and link, for --accelerators FILE, as in\n"
-        f"    {name.strip() or 'NAME'}: "
-        "{memory: 47 GiB, bf16: 300 TFLOP/s, memory_bandwidth: 900 GB/s, link: 32 GB/s}"
+        "write a YAML file with figures of its data sheet (bf16 without sparsity, link each way) in place of N, for "
+        "--accelerators FILE, as in\n"
+        f"    {name.strip() or 'NAME'}: {{memory: N GiB, bf16: N TFLOP/s, memory_bandwidth: N GB/s, link: N GB/s}}"
     )
 
 
@@ -199,9 +211,20 @@ def _plain(name: str) -> str:
 def _pair(value: Any) -> tuple[float, float]:
     if not (isinstance(value, list) and len(value) == 2 and all(isinstance(n, int | float) for n in value)):
         raise ValueError(f"{value!r} is no pair; write [low, high]")
-    low, high = map(float, value)
+    return float(value[0]), float(value[1])
+
+
+def _shares(value: Any) -> tuple[float, float]:
+    low, high = _pair(value)
     if not 0 < low <= high <= 1:
         raise ValueError(f"{value!r} must be shares above 0 and up to 1, the lower first")
+    return low, high
+
+
+def _factors(value: Any) -> tuple[float, float]:
+    low, high = _pair(value)
+    if not 1 <= low <= high <= _MOST_TIMES:
+        raise ValueError(f"{value!r} must be factors from 1 to {_MOST_TIMES}, the lower first")
     return low, high
 
 
@@ -221,7 +244,8 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "host_link": ("host_link", lambda value: read_bytes_per_second(str(value))),
     "network": ("network", lambda value: read_bytes_per_second(str(value))),
     "host_memory": ("host_memory", lambda value: read_bytes(str(value))),
-    "reached": ("reached", _pair),
+    "reached": ("reached", _shares),
+    "masked_attention": ("masked_attention", _factors),
     "source": ("source", str),
     "names": ("device_names", _words),
     "aliases": ("aliases", _words),

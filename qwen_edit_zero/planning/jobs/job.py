@@ -19,16 +19,24 @@ from qwen_edit_zero.settings.models import Settings
 Kind = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 _NAMES: dict[Kind, str] = {"ddp": "DDP", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
 
+# diffusers backends that raise an error for a mask, without their leading mark.
+_WITHOUT_MASK = frozenset({"flash", "flash_3", "native_flash", "sage"})
+
 
 @dataclass(frozen=True)
 class Job:
-    """A run on `world` ranks, `gpus_per_node` of them on each node, over samples of one shape."""
+    """A run on `world` ranks, `gpus_per_node` of them on each node, over samples of one shape.
+
+    Attributes:
+        padded: whether prompts of a micro-batch differ in length; None: they do where it has several samples.
+    """
 
     settings: Settings
     model: TransformerShape
     sample: SampleShape
     world: int
     gpus_per_node: int
+    padded: bool | None = None
 
     @cached_property
     def kind(self) -> Kind:
@@ -87,6 +95,16 @@ class Job:
         return self.settings.batch.micro_size
 
     @property
+    def masked(self) -> bool:
+        """Whether attention gets a mask, since prompts are padded."""
+        return self.micro > 1 if self.padded is None else self.padded
+
+    @property
+    def attention(self) -> str:
+        """`model.attention` without the mark of names that diffusers keeps to itself."""
+        return self.settings.model.attention.removeprefix("_")
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches of a step."""
         return self.settings.batch.global_size // (self.micro * self.data_ranks)
@@ -134,12 +152,14 @@ def make_job(
     gpus_per_node: int,
     sample: SampleShape | None = None,
     config: Mapping[str, Any] | None = None,
+    padded: bool | None = None,
 ) -> Job:
     """The job of these settings on `cluster_world` ranks.
 
     Args:
         sample: default: one reference, square, of `data.vae_area` and `data.condition_area`.
         config: the transformer's configuration; default: that of `model.path`.
+        padded: as of `Job`.
 
     Raises:
         SettingsError: settings contradict each other or the number of ranks.
@@ -150,7 +170,7 @@ def make_job(
         data = settings.data
         small = config is not None or takes_several_references(settings.model.path)
         sample = SampleShape.of(data.vae_area, condition_area=data.condition_area if small else data.vae_area)
-    job = Job(settings, model, sample, cluster_world, gpus_per_node)
+    job = Job(settings, model, sample, cluster_world, gpus_per_node, padded)
     _check(job)
     return job
 
@@ -177,6 +197,11 @@ def _check(job: Job) -> None:
         raise SettingsError("optimizer.kind is adamw_8bit, which DeepSpeed's flat masters cannot be saved with")
     if engine.cpu_offload and job.kind != "fsdp2":
         raise SettingsError(f"engine.cpu_offload is for FSDP2, and the engine is {job.name}")
+    if job.micro > 1 and job.attention in _WITHOUT_MASK:
+        raise SettingsError(
+            f"model.attention is {job.settings.model.attention}, which takes no mask, and with batch.micro_size "
+            f"{job.micro} prompts are padded, so there is one; training would refuse it. Use auto, or a micro_size of 1"
+        )
     derive_accumulation(job.settings.batch, job.world, sequence_parallel=job.sequence)
 
 

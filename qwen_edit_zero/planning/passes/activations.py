@@ -50,12 +50,12 @@ class Activations:
         return self.kept + self.block_peak
 
 
-def activations(job: Job, *, on_gpu: bool = True, masked: bool = False) -> Activations:
+def activations(job: Job, *, on_gpu: bool = True, masked: bool | None = None) -> Activations:
     """Of one micro-batch of the job.
 
     Args:
         on_gpu: with PyTorch's rules for GPUs, and an attention kernel (flash, cuDNN or memory-efficient).
-        masked: prompts of the micro-batch differ in length.
+        masked: prompts of the micro-batch differ in length; None: as the job says.
     """
     found = trace_of(job, on_gpu=on_gpu, masked=masked)
     kept = found.saved + found.weight_copies
@@ -70,7 +70,7 @@ def activations(job: Job, *, on_gpu: bool = True, masked: bool = False) -> Activ
     )
 
 
-def trace_of(job: Job, *, on_gpu: bool = True, masked: bool = False) -> Trace:
+def trace_of(job: Job, *, on_gpu: bool = True, masked: bool | None = None) -> Trace:
     """One micro-batch of the job, forward and backward."""
     return trace(
         job.model,
@@ -79,7 +79,7 @@ def trace_of(job: Job, *, on_gpu: bool = True, masked: bool = False) -> Trace:
         trained=frozenset(p.name for p in job.trained),
         adapted=adapted_of(job),
         batch=job.micro,
-        masked=masked,
+        masked=job.masked if masked is None else masked,
     )
 
 

@@ -48,6 +48,19 @@ def step_flops(job: Job) -> Flops:
     return Flops(ranks * useful, ranks * (found.recomputed_flops + found.scores_again))
 
 
+def attention_flops(job: Job) -> Flops:
+    """What of `step_flops` is attention's two products."""
+    found, model = trace_of(job), job.settings.model
+    ranks = job.accumulation * job.data_ranks * job.sequence
+    each = 4 * job.micro * job.sample.tokens**2 * job.model.width // job.sequence  # a block's, forward
+    again = 0
+    if model.activation_checkpointing == "block":
+        again = -(-job.model.blocks // model.checkpoint_every)
+    scores = found.scores_again  # half of `each` for each block that gradients go through, in a kernel
+    backward = 4 * scores if scores else 2 * job.model.blocks * each
+    return Flops(ranks * (job.model.blocks * each + backward), ranks * (again * each + scores))
+
+
 def forward_flops(model: TransformerShape, sample: SampleShape) -> int:
     """Of one sample's forward pass."""
     costs = _costs(model, ModelSettings(), "none")
