@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qwen_edit_zero.errors import SettingsError, UserError
-from qwen_edit_zero.planning.advice.sweep import AXES, parse_axes, sweep, sweep_table, write_svg
+from qwen_edit_zero.planning.advice.sweep import AXES, Row, parse_axes, sweep, sweep_table, write_svg
 from qwen_edit_zero.planning.hardware.clusters import (
     Accelerator,
     Cluster,
@@ -39,6 +39,7 @@ examples:
   qwen-edit-zero plan --compare runs/demo
 """
 _MODES = ("recommend", "sweep", "compare")
+DOES_NOT_FIT = 2  # exit status
 
 
 def plan_parser() -> Parser:
@@ -69,7 +70,8 @@ def plan_parser() -> Parser:
     parser.add_argument("--json", action="store_true", help="print everything as JSON, in bytes and seconds")
     modes = parser.add_argument_group("instead of one plan")
     modes.add_argument("--recommend", action="store_true", help="the few best ways to run the recipe on these GPUs")
-    modes.add_argument("--write", type=Path, metavar="DIR", help="with --recommend: write their recipes and JSONs")
+    modes.add_argument("--write", type=_folder, metavar="DIR", help="with --recommend: write their recipes and JSONs")
+    modes.add_argument("--force", action="store_true", help="with --write: overwrite files that are there")
     modes.add_argument("--sweep", action="store_true", help=f"a table over {', '.join(f'{axis}=A,B' for axis in AXES)}")
     modes.add_argument("--svg", type=Path, metavar="FILE", help="with --sweep: draw it, too")
     modes.add_argument("--compare", type=Path, metavar="RUN", help="predicted against measured, of a run that trained")
@@ -96,14 +98,10 @@ def plan(given: Sequence[str]) -> int:
     if parsed.recommend:
         return _recommend(parsed, wish)
     if parsed.sweep:
-        rows = sweep(wish, parse_axes(axes))
-        print(sweep_table(rows))
-        if parsed.svg is not None:
-            write_svg(rows, parsed.svg)
-            print(f"written: {parsed.svg}")
-        return 0
-    _show(parsed, _plan(wish, cluster.world, cluster.gpus_per_node, cluster), wish)
-    return 0
+        return _sweep(parsed, sweep(wish, parse_axes(axes)))
+    found = _plan(wish, cluster.world, cluster.gpus_per_node, cluster)
+    _show(parsed, found, wish)
+    return 0 if found.fits else DOES_NOT_FIT
 
 
 def _parse(given: Sequence[str]) -> tuple[Namespace, list[str]]:
@@ -119,8 +117,8 @@ def _parse(given: Sequence[str]) -> tuple[Namespace, list[str]]:
     for option, mode in (("write", "recommend"), ("svg", "sweep")):
         if getattr(known, option) is not None and not getattr(known, mode):
             raise SettingsError(f"--{option} goes with --{mode}")
-    if known.json and (known.sweep or known.recommend):
-        raise SettingsError(f"--json does not go with {chosen[0]}")
+    if known.force and known.write is None:
+        raise SettingsError("--force goes with --write")
     return known, known.words
 
 
@@ -184,18 +182,34 @@ def _show(parsed: Namespace, found: Plan, wish: Wish) -> None:
 
 
 def _recommend(parsed: Namespace, wish: Wish) -> int:
+    from qwen_edit_zero.planning.advice.in_json import recommendation_json
     from qwen_edit_zero.planning.advice.recommend import recommend, recommendation_text
     from qwen_edit_zero.planning.advice.written import command, write_options
 
     found = recommend(wish)
+    written = [] if parsed.write is None else write_options(found.best, wish, parsed.write, overwrite=parsed.force)
+    if parsed.json:
+        files = [{"recipe": str(recipe), "ds": None if ds is None else str(ds)} for recipe, ds in written]
+        print(json.dumps(recommendation_json(wish, found) | {"written": files}, indent=1))
+        return 0
     print(recommendation_text(wish, found))
-    if parsed.write is not None:
-        written = write_options(list(found.best), wish, parsed.write)
+    if written:
         print()
         for option, (recipe, ds) in zip(found.best, written, strict=True):
             print(f"written: {recipe}" + (f", {ds}" if ds is not None else ""))
             print(f"  {command(option, wish, recipe, ds)}")
     return 0
+
+
+def _sweep(parsed: Namespace, rows: Sequence[Row]) -> int:
+    from qwen_edit_zero.planning.advice.in_json import sweep_json
+
+    print(json.dumps(sweep_json(rows), indent=1) if parsed.json else sweep_table(rows))
+    if parsed.svg is not None:
+        write_svg(rows, parsed.svg)
+        if not parsed.json:
+            print(f"written: {parsed.svg}")
+    return 0 if any(row.plan is not None and row.plan.fits for row in rows) else DOES_NOT_FIT
 
 
 def _compare(parsed: Namespace, words: Sequence[str]) -> int:
@@ -214,6 +228,12 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()) or not 0 < int(text) <= 10**12:
         raise ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
     return int(text)
+
+
+def _folder(text: str) -> Path:
+    if not text.strip():
+        raise ArgumentTypeError("it is empty; name a folder, . for this one")
+    return Path(text)
 
 
 def _aspect(text: str) -> float:

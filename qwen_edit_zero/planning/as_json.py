@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from qwen_edit_zero.planning.engines.kinds import Kind, Phase
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
 from qwen_edit_zero.planning.plan import Plan
 
 
@@ -29,15 +30,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "accumulation": job.accumulation,
             "sequence_parallel": job.sequence,
         },
-        "sample": {
-            "target": list(job.sample.target),
-            "references": [list(grid) for grid in job.sample.references],
-            "text_tokens": job.sample.text_tokens,
-            "tokens": job.sample.tokens,
-        },
+        "sample": sample_json(job.sample),
         "fits": plan.fits,
+        "verdict": plan.verdict,
         "peak": {"phase": phase.name.lower(), "bytes": peak},
         "host_peak": {"phase": plan.host_peak[0].name.lower(), "bytes_a_node": plan.host_peak[1]},
+        "host_needed": {"phase": plan.host_needed[0].name.lower(), "bytes_a_node": plan.host_needed[1]},
         "memory": _phases(plan.memory.device),
         "host_memory": _phases(plan.memory.host),
         "flops": asdict(plan.flops),
@@ -47,6 +45,16 @@ def as_json(plan: Plan) -> dict[str, Any]:
         ],
         "timing": None if plan.timing is None else asdict(plan.timing),
         "cost": None if plan.cost is None else asdict(plan.cost),
+    }
+
+
+def sample_json(sample: SampleShape) -> dict[str, Any]:
+    """Grids are (rows, columns) of tokens."""
+    return {
+        "target": list(sample.target),
+        "references": [list(grid) for grid in sample.references],
+        "text_tokens": sample.text_tokens,
+        "tokens": sample.tokens,
     }
 
 

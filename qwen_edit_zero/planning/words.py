@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qwen_edit_zero.planning.engines.kinds import Kind, Phase
-from qwen_edit_zero.planning.plan import Plan
-from qwen_edit_zero.planning.wording.quantities import show_bytes
+from qwen_edit_zero.planning.jobs.tokens import SampleShape
+from qwen_edit_zero.planning.plan import Plan, Verdict, spare
+from qwen_edit_zero.planning.wording.quantities import GIB, show_bytes
 from qwen_edit_zero.planning.wording.units import show_data, show_flops, show_number, show_range, show_times, table
 
 _GROUPS = {"shard": "shard group", "replica": "replicas", "world": "all ranks", "sequence": "sequence group"}
@@ -26,17 +27,24 @@ def _fit(plan: Plan) -> str:
     if peak > memory:
         return f"does not fit: {of} at its peak ({phase}), {show_bytes(peak - memory)} too much"
     if not plan.fits:
-        return f"does not fit: {_host_lack(plan)}"
-    return f"fits: {of} at its peak ({phase})"
+        return f"does not fit: {host_lack(plan)}"
+    text = f"{plan.verdict}: {of} at its peak ({phase})"
+    return text if plan.verdict is Verdict.FITS else f"{text}, and {show_bytes(spare(memory))} should stay free"
 
 
-def _host_lack(plan: Plan) -> str:
+def host_lack(plan: Plan) -> str:
+    """What of host memory is needed, what was taken for granted, and where to say otherwise."""
     assert plan.cluster is not None
     phase, needed = plan.host_needed
     return (
-        f"{show_bytes(needed)} of host memory a node at its peak ({phase}), and there are "
-        f"{show_bytes(plan.cluster.host_memory)}"
+        f"{show_bytes(needed)} of host memory a node at its peak ({phase}), and {show_bytes(plan.cluster.host_memory)} "
+        f"are there or assumed; if a node has more, say so: --gpus {plan.cluster.name},host={_round_gib(needed)}GiB"
     )
+
+
+def _round_gib(size: int) -> int:
+    """Whole GiB, upwards."""
+    return -(-size // GIB)
 
 
 def _rates(plan: Plan) -> list[str]:
@@ -91,16 +99,21 @@ def _what(plan: Plan, sample_is_from: str) -> list[str]:
         if job.accumulation > 1
         else f"{job.settings.batch.global_size} = {job.micro} x {job.data_ranks}"
     )
-    sample = job.sample
-    pictures = ", ".join(f"{rows * 16}x{columns * 16}" for rows, columns in sample.references)
     return [
         f"{job.settings.model.path} on {where} under {job.name}, {job.settings.precision.mode}",
         f"  {trained:,} parameters train" + (f", {frozen:,} are frozen" if frozen else ""),
         f"  batch {batch}{shared}; {_checkpointing(plan)}",
-        f"  largest sample: target {sample.target[0] * 16}x{sample.target[1] * 16}, references {pictures or 'none'}, "
-        f"{sample.text_tokens:,} text tokens: {sample.tokens:,} tokens"
-        + (f" ({sample_is_from})" if sample_is_from else ""),
+        f"  {sample_line(job.sample, sample_is_from)}",
     ]
+
+
+def sample_line(sample: SampleShape, is_from: str = "") -> str:
+    """`largest sample: target 1024x1024, references 1024x1024, 273 text tokens: 8,465 tokens (assumed: ...)`."""
+    pictures = ", ".join(f"{rows * 16}x{columns * 16}" for rows, columns in sample.references)
+    return (
+        f"largest sample: target {sample.target[0] * 16}x{sample.target[1] * 16}, references {pictures or 'none'}, "
+        f"{sample.text_tokens:,} text tokens: {sample.tokens:,} tokens"
+    ) + (f" ({is_from})" if is_from else "")
 
 
 def _checkpointing(plan: Plan) -> str:
@@ -129,6 +142,11 @@ def _memory(plan: Plan) -> list[str]:
             f"host memory a node ({ranks} rank{'s' if ranks > 1 else ''})",
             _by_kind(host, plan.host_peak[0], ranks),
         ]
+        if plan.cluster is not None and plan.host_peak[1] > plan.cluster.host_memory and plan.host_lack <= 0:
+            lines.append(
+                f"  a node has {show_bytes(plan.cluster.host_memory)}: no room for the copy for a checkpoint, so "
+                f"training waits while one is written; {show_bytes(plan.host_needed[1])} are needed without it"
+            )
     return lines
 
 

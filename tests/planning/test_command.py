@@ -49,8 +49,35 @@ def test_the_first_line_is_the_answer(capsys: pytest.CaptureFixture[str]) -> Non
     assert first.startswith(f"fits: {gib:.1f} of 79.1 GiB at its peak ({found['peak']['phase']})")
     assert "samples/s" in first
     assert "GPU-hours" in first
-    too_small = said(capsys, FULL, "--gpus", "8x4090").splitlines()[0]
-    assert too_small.startswith("does not fit: ")
+
+
+def test_what_does_not_fit_ends_with_2_and_tight_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert plan([FULL, "--gpus", "8x4090"]) == 2
+    assert capsys.readouterr().out.startswith("does not fit: ")
+    found = as_json(capsys, FULL, *GPUS)
+    assert (found["fits"], found["verdict"]) == (True, "fits")
+    tight = found["peak"]["bytes"] / 0.97 / 2**30
+    table = {
+        "Tight": {"memory": f"{tight:.2f}GiB", "bf16": "312TFLOP/s", "memory_bandwidth": "2TB/s", "link": "300GB/s"}
+    }
+    file = tmp_path / "gpus.yaml"
+    file.write_text(json.dumps(table), encoding="utf-8")
+    text = said(capsys, FULL, "--gpus", "8xTight,host=2TB", "--accelerators", str(file))
+    assert text.startswith("fits, but tight: ")
+    assert "should stay free" in text.splitlines()[0]
+
+
+def test_the_host_memory_that_is_shown_and_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    offloading = (FULL, "--engine", "fsdp2", "engine.cpu_offload=true", "checkpoint.every=100")
+    found = as_json(capsys, *offloading, *GPUS)
+    needed, shown = found["host_needed"]["bytes_a_node"], found["host_peak"]["bytes_a_node"]
+    assert needed < shown, "the copy for a checkpoint can wait"
+    between = (needed + shown) // 2 // 2**30
+    text = said(capsys, *offloading, "--gpus", f"8xA100-80,host={between}GiB")
+    assert "no room for the copy for a checkpoint, so training waits" in text
+    less = needed // 2**30 - 1
+    assert plan([*offloading, "--gpus", f"8xA100-80,host={less}GiB"]) == 2
+    assert f"host={less + 2}GiB" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_the_peak_is_the_largest_sum_of_a_column(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +120,7 @@ def test_gpus_of_this_machine_are_taken(
     program.write_text("#!/bin/sh\nfor i in 1 2 3 4; do echo 'NVIDIA A100-SXM4-80GB, 81920'; done\n", encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setattr(here.shutil, "which", lambda name: str(program))
-    found = as_json(capsys, FULL)
+    found = as_json(capsys, "recipes/lora.yaml", "--references", "1")
     assert (found["ranks"], found["gpu"]) == (4, {"name": "A100-80", "memory": 81920 << 20})
     program.write_text("#!/bin/sh\necho 'Abacus 9000, 4096'\n", encoding="utf-8")
     assert "Abacus 9000, which this machine has, is not in the table" in said(capsys, FULL)
@@ -113,6 +140,7 @@ def test_gpus_of_this_machine_are_taken(
         ([FULL, *GPUS, "--recomend"], "did you mean --recommend"),
         ([FULL, *GPUS, "--recommend", "--sweep", "gpus=8"], "one of them at a time"),
         ([FULL, *GPUS, "--write", "x"], "--write goes with --recommend"),
+        ([FULL, *GPUS, "--recommend", "--force"], "--force goes with --write"),
         ([FULL, *GPUS, "--aspect", "0:1"], "is no aspect"),
         ([FULL, *GPUS, "--price", "-1"], "is no price"),
         ([FULL, *GPUS, "--references", "0"], "is no whole number"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -52,6 +53,16 @@ def test_points_that_cannot_be_have_a_note_instead() -> None:
     text = sweep_table(sweep(wish, parse_axes(["gpus=4,16"])))
     assert "[1] engine.shard_size 8 (override) does not divide 4 ranks" in text
     assert "yes" in text
+
+
+def test_json_has_a_plan_a_point_and_nothing_fitting_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(FULL), "--gpus", "8xA100-80", "--sweep", "gpus=1,8", "--json"]
+    assert plan(arguments) == 0
+    one, eight = json.loads(capsys.readouterr().out)
+    assert (one["point"], one["plan"]["verdict"]) == ({"gpus": 1}, "does not fit")
+    assert (eight["plan"]["ranks"], eight["plan"]["fits"]) == (8, True)
+    assert plan([str(FULL), "--gpus", "8xA100-80", "--sweep", "gpus=1"]) == 2
+    assert capsys.readouterr().out.splitlines()[1].split()[4] == "no"
 
 
 @pytest.mark.parametrize(

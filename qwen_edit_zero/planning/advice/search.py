@@ -1,7 +1,8 @@
 """Candidates of `plan --recommend`: loaded as training would load them, so that what fits is also accepted.
 
 Of each engine the least recomputation that fits is taken, for each micro-batch; ranks share samples only where nothing
-fits without, or where the batch has too few samples. That leaves a few hundred candidates at most.
+fits without, or where the batch has too few samples. That leaves a few hundred candidates at most, most of which are
+out by a bound that is cheap: what is held and what autograd keeps, without buffers and gathered parameters.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from qwen_edit_zero.planning.advice.variants import (
     recomputations,
     splits,
 )
-from qwen_edit_zero.planning.engines.kinds import Phase
+from qwen_edit_zero.planning.engines.kinds import Phase, total
+from qwen_edit_zero.planning.engines.state import state
 from qwen_edit_zero.planning.jobs.job import make_job
 from qwen_edit_zero.planning.jobs.wish import Wish
-from qwen_edit_zero.planning.plan import Plan
+from qwen_edit_zero.planning.passes.activations import activations
+from qwen_edit_zero.planning.plan import Plan, Verdict, spare
 from qwen_edit_zero.settings.load import LoadedSettings, load_settings
 
-MARGIN = 0.03  # of a GPU's memory is left free, beside what is counted for fragmentation
+ROOMY = 0.85  # of a GPU's memory at most: room for what the planner does not know
+# A larger micro-batch must be so much faster, at both ends of the range, than the next smaller: it needs more memory,
+# and padding wastes more of it than the planner, which sees samples of one size, can tell.
+_FASTER = 1.05
+MAX_REFERENCES = "data.max_references"
+_KNOWN = (Phase.ENCODE, Phase.LOAD)  # what these take does not depend on samples to come
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,7 @@ class Option:
 
     Attributes:
         overrides: what makes the recipe this one, besides the engine and the user's own.
+        is_for_room: it was looked for since it leaves much of the memory free.
         why: what it does, and why not less.
     """
 
@@ -43,6 +52,7 @@ class Option:
     loaded: LoadedSettings
     plan: Plan
     recompute: Recompute | None
+    is_for_room: bool = False
     why: tuple[str, ...] = ()
 
     @property
@@ -53,21 +63,32 @@ class Option:
         return (low + high) / 2
 
     @property
-    def lack(self) -> tuple[Phase, int, int]:
-        """(phase, its bytes, how many of them are more than may be used) where most is lacking; the last is negative
-        where everything fits. Loading needs no margin: what it takes is known, and nothing grows."""
-        accelerator = self.plan.accelerator
-        assert accelerator is not None
-        limits = {Phase.LOAD: accelerator.memory}
-        usual = int((1 - MARGIN) * accelerator.memory)
-        sizes = {phase: sum(kinds.values()) for phase, kinds in self.plan.memory.device.items()}
-        phase = max(sizes, key=lambda phase: sizes[phase] - limits.get(phase, usual))
-        return phase, sizes[phase], sizes[phase] - limits.get(phase, usual)
+    def fits(self) -> bool:
+        """With what should stay free."""
+        return not self._is_hopeless and self.plan.verdict is Verdict.FITS
 
     @property
-    def fits(self) -> bool:
-        """With the margin."""
-        return bool(self.plan.fits) and self.lack[2] <= 0
+    def is_roomy(self) -> bool:
+        """Whether it takes `ROOMY` of a GPU's memory at most, filling the cache and loading apart."""
+        assert self.plan.accelerator is not None
+        grows = [sum(kinds.values()) for phase, kinds in self.plan.memory.device.items() if phase not in _KNOWN]
+        return self.fits and max(grows) <= ROOMY * self.plan.accelerator.memory
+
+    def is_faster(self, other: Option) -> bool:
+        """Than one with a smaller micro-batch, by so much that it is worth its memory."""
+        mine, others = self.plan.timing, other.plan.timing
+        assert mine is not None
+        assert others is not None
+        return all(a >= _FASTER * b for a, b in zip(mine.samples_per_s, others.samples_per_s, strict=True))
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Whether a part of what it takes in training, quickly computed, is too much already."""
+        job, accelerator = self.plan.job, self.plan.accelerator
+        assert accelerator is not None
+        computing = activations(job)
+        least = total(state(job).device) + max(computing.forward_peak, computing.backward_peak)
+        return least > accelerator.memory - spare(accelerator.memory)
 
 
 def families_of(wish: Wish) -> Iterator[Family]:
@@ -79,28 +100,38 @@ def families_of(wish: Wish) -> Iterator[Family]:
             yield family
 
 
-def fitting(wish: Wish, family: Family) -> list[Option]:
-    """What fits of a family: of each micro-batch, the one that recomputes least."""
-    found: list[Option] = []
-    for split in _splits(wish):
+def best_of(wish: Wish, family: Family, *, roomy: bool = False) -> Option | None:
+    """The fastest of a family that fits: of each micro-batch the one that recomputes least is looked at.
+
+    Args:
+        roomy: only of those that leave much of the memory free.
+    """
+    found: Option | None = None
+    for split in splits_of(wish):
         ways = recomputations(wish.pinned)
         first = 0
         for micro in micros(wish, split):
-            index = first
+            is_too_large = True
             for index in range(first, len(ways)):
                 option = candidate(wish, family, split, micro, ways[index])
-                if isinstance(option, Option) and option.fits:
-                    found.append(option)
+                if not isinstance(option, Option):
+                    continue
+                if found is not None and not option.is_faster(found):  # quicker to see than whether it fits
+                    is_too_large = False
                     break
-            else:
+                if option.is_roomy if roomy else option.fits:
+                    found, first = option, index  # a larger micro-batch needs no less recomputation
+                    is_too_large = False
+                    break
+            if is_too_large:
                 break
-            first = index  # a larger micro-batch needs no less recomputation
-        if found:
+        if found is not None:
             break
     return found
 
 
-def _splits(wish: Wish) -> Sequence[int | None]:
+def splits_of(wish: Wish) -> Sequence[int | None]:
+    """How many ranks may share a sample; None: as the recipe says."""
     gpus = wish.gpus
     return splits(heads=wish.model.heads, world=gpus.world, gpus_per_node=gpus.gpus_per_node, pinned=wish.pinned)
 
@@ -120,7 +151,7 @@ def least(wish: Wish, family: Family) -> Option | str:
         f"batch.global_size {wish.base.settings.batch.global_size} does not divide over {wish.gpus.world} GPUs, "
         "shared or not"
     )
-    for split in reversed(_splits(wish)):
+    for split in reversed(splits_of(wish)):
         for micro in micros(wish, split)[:1]:
             option = candidate(wish, family, split, micro, ways[-1])
             if isinstance(option, Option):
@@ -138,6 +169,10 @@ def candidate(wish: Wish, family: Family, split: int | None, micro: int | None, 
         chosen.append(f"{MICRO}={micro}")
     if way is not None:
         chosen += way.overrides
+    # A sample with more references would not have the memory.
+    said = wish.shape.references
+    if said is not None and said != wish.base.settings.data.max_references and MAX_REFERENCES not in wish.pinned:
+        chosen.append(f"{MAX_REFERENCES}={said}")
     try:
         loaded = load_settings(
             wish.recipe,

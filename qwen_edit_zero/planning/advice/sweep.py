@@ -12,7 +12,7 @@ from qwen_edit_zero.errors import SettingsError, UserError
 from qwen_edit_zero.planning.hardware.clusters import MOST_RANKS, Cluster
 from qwen_edit_zero.planning.jobs.job import make_job
 from qwen_edit_zero.planning.jobs.wish import Wish, sample_of
-from qwen_edit_zero.planning.plan import Plan
+from qwen_edit_zero.planning.plan import Plan, Verdict
 from qwen_edit_zero.planning.wording.quantities import show_bytes
 from qwen_edit_zero.planning.wording.units import show_range, show_times, table
 from qwen_edit_zero.settings.load import load_settings
@@ -28,6 +28,7 @@ AXES = {
 }
 _MOST = {GPUS: MOST_RANKS, AREA: 4096, REFERENCES: 16, TEXT: 100_000, MICRO: 1024}
 _MOST_ROWS = 500
+_FITS = {Verdict.FITS: "yes", Verdict.TIGHT: "tight", Verdict.NOT: "no"}
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def sweep_table(rows: Sequence[Row]) -> str:
                 *values,
                 str(plan.job.settings.batch.global_size),
                 show_bytes(plan.memory.peak[1]),
-                "yes" if plan.fits else "no",
+                _FITS[plan.verdict] if plan.verdict is not None else "-",
                 show_times(*timing.step_s),
                 show_range(low, high),
                 show_range(hours[0], hours[1]),

@@ -30,7 +30,8 @@ class Family:
         name: for people.
         ds: the DeepSpeed JSON, under DeepSpeed.
         options: overrides of this family.
-        last_resort: slower, or another optimizer; looked at where the plain ones of its kind do not fit.
+        tier: 0: looked at always; 1: of no use where one of 0 fits; 2: slower, or another optimizer: looked at where
+            none of the others fits.
         why: what is gained by it.
     """
 
@@ -39,7 +40,7 @@ class Family:
     why: str
     ds: Path | None = None
     options: tuple[str, ...] = ()
-    last_resort: bool = False
+    tier: int = 0
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -91,24 +92,25 @@ def families(*, world: int, gpus_per_node: int, engine: str | None, ds: Path | N
 
 def _all(world: int, gpus_per_node: int) -> Iterator[Family]:
     eight = "optimizer.kind=adamw_8bit"
-    yield Family("DDP", "ddp", "gathers nothing, one reduction a step")
+    yield Family("DDP", "ddp", "gathers nothing, one reduction a step" if world > 1 else "the simplest on one GPU")
+    alone = int(world == 1)  # shards nothing, but casts weights a block at a time, or keeps gradients in bf16
+    why = "casts a block's weights at a time" if alone else "shards everything, gathers a block at a time"
+    yield Family("FSDP2", "fsdp2", why, tier=alone)
     for stage in (1, 2, 3):
-        yield Family(f"ZeRO-{stage}", "deepspeed", _ZERO[stage], Path(f"ds_configs/zero{stage}.json"))
-    yield Family("FSDP2", "fsdp2", "shards everything, gathers a block at a time")
+        why = "its weights and gradients are in bf16" if alone else _ZERO[stage]
+        yield Family(f"ZeRO-{stage}", "deepspeed", why, Path(f"ds_configs/zero{stage}.json"), tier=alone)
     if world > 1:
         kept = "engine.reshard_after_forward=false"
         yield Family("FSDP2, gathered once", "fsdp2", "keeps gathered blocks from forward to backward", None, (kept,))
     for size in _groups(world, gpus_per_node):
         why = f"gathers among {size} ranks, so that only gradients go further"
         yield Family(f"FSDP2 hybrid, groups of {size}", "fsdp2", why, None, (f"engine.shard_size={size}",))
-    yield Family("FSDP2 with 8-bit moments", "fsdp2", "6 bytes a parameter less", None, (eight,), last_resort=True)
-    yield Family("DDP with 8-bit moments", "ddp", "6 bytes a parameter less", None, (eight,), last_resort=True)
-    yield Family(
-        "FSDP2 with offloading", "fsdp2", "state in host memory", None, ("engine.cpu_offload=true",), last_resort=True
-    )
+    yield Family("FSDP2 with 8-bit moments", "fsdp2", "6 bytes a parameter less", None, (eight,), tier=2)
+    yield Family("DDP with 8-bit moments", "ddp", "6 bytes a parameter less", None, (eight,), tier=2)
+    yield Family("FSDP2 with offloading", "fsdp2", "state in host memory", None, ("engine.cpu_offload=true",), tier=2)
     for stage in (2, 3):
         name, json = f"ZeRO-{stage} with offloading", Path(f"ds_configs/zero{stage}_offload.json")
-        yield Family(name, "deepspeed", "state in host memory", json, last_resort=True)
+        yield Family(name, "deepspeed", "state in host memory", json, tier=2)
 
 
 _ZERO = {

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qwen_edit_zero.errors import UserError
 from qwen_edit_zero.planning.advice.recommend import summary
-from qwen_edit_zero.planning.advice.search import Option
+from qwen_edit_zero.planning.advice.search import MAX_REFERENCES, Option
 from qwen_edit_zero.planning.advice.variants import CHECKPOINTING, MICRO, SEQUENCE
 from qwen_edit_zero.planning.jobs.wish import Wish
+from qwen_edit_zero.planning.words import sample_line
 from qwen_edit_zero.settings.files import find_file
 from qwen_edit_zero.settings.models import Settings
 from qwen_edit_zero.settings.render import inline, plain
@@ -20,8 +21,19 @@ from qwen_edit_zero.settings.render import inline, plain
 _LEFT_OUT = {"engine.deepspeed"}  # it is in the JSON
 
 
-def write_options(options: list[Option], wish: Wish, folder: Path) -> list[tuple[Path, Path | None]]:
-    """Write a recipe of each option; returns (recipe, DeepSpeed JSON) of each. Raises UserError."""
+def write_options(
+    options: Sequence[Option], wish: Wish, folder: Path, *, overwrite: bool = False
+) -> list[tuple[Path, Path | None]]:
+    """Write a recipe of each option; returns (recipe, DeepSpeed JSON) of each.
+
+    Raises UserError if a file cannot be written, or is there and is not to be overwritten; then none is written.
+    """
+    wanted = [file for number, option in enumerate(options, 1) for file in _files(option, folder, number) if file]
+    there = [str(file) for file in wanted if file.exists()]
+    if there and not overwrite:
+        raise UserError(
+            f"--write: there is {', '.join(there)} already; name another folder, or add --force to overwrite"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return [_write(option, wish, folder, number) for number, option in enumerate(options, 1)]
@@ -29,12 +41,17 @@ def write_options(options: list[Option], wish: Wish, folder: Path) -> list[tuple
         raise UserError(f"--write: {folder} cannot be written: {error.strerror or error}") from error
 
 
-def _write(option: Option, wish: Wish, folder: Path, number: int) -> tuple[Path, Path | None]:
+def _files(option: Option, folder: Path, number: int) -> tuple[Path, Path | None]:
+    """The recipe, and the DeepSpeed JSON where there is one."""
     name = re.sub(r"[^a-z0-9]+", "_", option.family.name.lower()).strip("_")
-    recipe = folder / f"{number}_{name}.yaml"
-    json = None
-    if option.family.ds is not None:
-        json = folder / f"{number}_{name}.json"
+    json = None if option.family.ds is None else folder / f"{number}_{name}.json"
+    return folder / f"{number}_{name}.yaml", json
+
+
+def _write(option: Option, wish: Wish, folder: Path, number: int) -> tuple[Path, Path | None]:
+    recipe, json = _files(option, folder, number)
+    if json is not None:
+        assert option.family.ds is not None
         source = find_file(option.family.ds, kind="the DeepSpeed JSON", folder="ds_configs")
         json.write_bytes(source.read_bytes())
     recipe.write_text(_recipe(option, wish, command(option, wish, recipe, json)), encoding="utf-8")
@@ -56,6 +73,7 @@ def command(option: Option, wish: Wish, recipe: Path, json: Path | None) -> str:
 def _recipe(option: Option, wish: Wish, start: str) -> str:
     about = [
         f"{option.family.name} on {wish.gpus.name}, as `qwen-edit-zero plan --recommend` chose it: {summary(option)}",
+        sample_line(wish.sample, wish.sample_is_from),
         *(f"- {reason}" for reason in option.why),
     ]
     lines = [
@@ -108,4 +126,6 @@ def _why(name: str, option: Option) -> str:
         return f"on {job.data_ranks} {'GPUs' if job.sequence == 1 else 'groups of GPUs'}: {times}"
     if name == SEQUENCE:
         return "GPUs that share each sample"
+    if name == MAX_REFERENCES:
+        return "as it was planned for: more need more memory"
     return option.family.why if any(said.startswith(f"{name}=") for said in option.family.options) else ""
