@@ -7,24 +7,30 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from qwen_edit_zero.errors import UserError
 
 MEASURED_FILE = "measured.json"
 _VERSION = 1
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Grid = tuple[PositiveInt, PositiveInt]
+_BytesByKind = Mapping[str, NonNegativeInt]
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Steps after the warm-up, in seconds; samples a second of all ranks, useful TFLOP a second of each."""
 
-    count: int
-    median: float
-    lowest: float
-    highest: float
-    samples_per_second: float
-    tflops_per_device: float
+    count: PositiveInt
+    median: _Positive
+    lowest: _Positive
+    highest: _Positive
+    samples_per_second: _Rate
+    tflops_per_device: _Rate
 
 
 @dataclass(frozen=True)
@@ -46,24 +52,24 @@ class Measured:
     """
 
     engine: str
-    ranks: int
-    ranks_per_node: int
+    ranks: PositiveInt
+    ranks_per_node: PositiveInt
     device: str
-    device_bytes: int | None
+    device_bytes: PositiveInt | None
     config: Mapping[str, Any]
-    target: tuple[int, int]
-    references: tuple[tuple[int, int], ...]
-    text_tokens: int
-    samples: int
+    target: _Grid
+    references: tuple[_Grid, ...]
+    text_tokens: PositiveInt
+    samples: PositiveInt
     is_padded: bool
-    first_step: int
-    last_step: int
+    first_step: NonNegativeInt
+    last_step: NonNegativeInt
     times: StepTimes | None
-    state: Mapping[str, int]
-    host_state: Mapping[str, int]
-    peaks: Mapping[str, int]
-    reserved: int
-    resident: int
+    state: _BytesByKind
+    host_state: _BytesByKind
+    peaks: _BytesByKind
+    reserved: NonNegativeInt
+    resident: NonNegativeInt
 
     def write(self, path: Path) -> None:
         """Write the file whole."""
@@ -86,14 +92,12 @@ class Measured:
             found = json.loads(path.read_text(encoding="utf-8"))
             if found.pop("version") != _VERSION:
                 raise UserError(f"{path} was written by another version of this program; train a few steps with this")
-            times = found.pop("times")
-            return cls(
-                **found
-                | {
-                    "target": tuple(found["target"]),
-                    "references": tuple(tuple(grid) for grid in found["references"]),
-                    "times": None if times is None else StepTimes(**times),
-                }
-            )
+            return TypeAdapter(cls).validate_python(found)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise UserError(
+                f"{path} is damaged: {where} is {first['input']!r:.80} ({first['msg']}); train a few steps again"
+            ) from error
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{path} cannot be read ({error}); train a few steps again") from error

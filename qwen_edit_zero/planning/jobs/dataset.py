@@ -37,20 +37,41 @@ class DataFacts:
 
 
 def data_facts(data: DataSettings) -> DataFacts | None:
-    """What the manifest says, if it is JSON Lines with the usual names; None if it is not there, or of another kind.
+    """What the manifest says, if it is JSON Lines with the usual names; None if not, for which `why_unread` has words.
 
     Rows that cannot be read, or have more references than allowed, do not count: training leaves them out or stops.
     """
-    if data.format not in ("auto", "jsonl") or data.columns is not None:
-        return None
+    found = _look(data)
+    return None if isinstance(found, str) else found
+
+
+def why_unread(data: DataSettings) -> str:
+    """Why there are no facts, for people: `data.jsonl is not here`; empty if there are."""
+    found = _look(data)
+    return found if isinstance(found, str) else ""
+
+
+def _look(data: DataSettings) -> DataFacts | str:
+    if data.columns is not None:
+        return f"{data.manifest} has columns of other names (data.columns), which the planner does not read"
+    if data.format not in ("auto", "jsonl"):
+        return f"{data.manifest} is of data.format={data.format}, which the planner does not read"
     path = demo_manifest("train") if data.manifest == "demo" else Path(data.manifest).expanduser()
-    if path.suffix not in (".jsonl", ".json") or not path.is_file():
-        return None
+    if path.suffix not in (".jsonl", ".json"):
+        return f"{data.manifest} is no .jsonl, which is all that the planner reads"
     try:
+        if not path.is_file():
+            return f"{data.manifest} is {'no file' if path.exists() else 'not here'}"
         about = path.stat()
-        return _facts(path, (about.st_mtime_ns, about.st_size), data.max_references, data.max_samples)
-    except OSError:
-        return None
+        facts = _facts(path, (about.st_mtime_ns, about.st_size), data.max_references, data.max_samples)
+    except OSError as error:
+        return f"{data.manifest} cannot be read ({error.strerror or type(error).__name__})"
+    if facts is None and about.st_size == 0:
+        return f"{data.manifest} is empty"
+    return facts or (
+        f"no row of {data.manifest} has a source, an instruction and at most {data.max_references} references "
+        "(data.max_references)"
+    )
 
 
 @functools.lru_cache(maxsize=64)

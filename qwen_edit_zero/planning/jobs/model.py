@@ -12,6 +12,8 @@ from qwen_edit_zero.errors import SettingsError
 
 TIME_CHANNELS = 256  # of the sinusoidal embedding of a time, fixed in diffusers
 MLP_RATIO = 4
+# Far beyond any model: with more, a plan would take minutes and gigabytes.
+_MOST, _MOST_WIDTH = {"num_layers": 1_000, "num_attention_heads": 1_024, "attention_head_dim": 4_096}, 1_000_000
 PATCH, VAE_FACTOR = 2, 8  # latent cells a token, pixels a latent cell, each way
 
 
@@ -69,8 +71,11 @@ class TransformerShape:
             value = config.get(key)
             if value is None:
                 return usual
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SettingsError(f"the transformer's configuration says {key} = {value!r}; it must be 1 or more")
+            most = _MOST.get(key, _MOST_WIDTH)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise SettingsError(
+                    f"the transformer's configuration says {key} = {value!r}; it must be from 1 to {most:,}"
+                )
             return value
 
         shape = cls(

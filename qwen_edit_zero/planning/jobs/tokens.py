@@ -15,6 +15,8 @@ INSTRUCTION_TOKENS = 65  # assumed: an instruction of about 50 English words, 1.
 # the end of the user's turn with the beginning of the assistant's.
 TOKENS_A_PICTURE, TOKENS_OF_TURNS = 7, 5
 _PIXELS = PATCH * VAE_FACTOR
+# Of a sample, which the planner computes with; no model was trained on as much.
+MOST_REFERENCES, MOST_TEXT_TOKENS = 16, 100_000
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.planning.hardware.clusters import Cluster
-from qwen_edit_zero.planning.jobs.dataset import DataFacts, data_facts
+from qwen_edit_zero.planning.jobs.dataset import DataFacts, data_facts, why_unread
 from qwen_edit_zero.planning.jobs.known import known_config, takes_several_references
 from qwen_edit_zero.planning.jobs.model import TransformerShape
-from qwen_edit_zero.planning.jobs.tokens import TOKENS_A_PICTURE, TOKENS_OF_TURNS, SampleShape, vision_tokens
+from qwen_edit_zero.planning.jobs.tokens import (
+    MOST_REFERENCES,
+    MOST_TEXT_TOKENS,
+    TOKENS_A_PICTURE,
+    TOKENS_OF_TURNS,
+    SampleShape,
+    vision_tokens,
+)
 from qwen_edit_zero.settings.load import LoadedSettings, load_settings
 from qwen_edit_zero.settings.models import Settings
 
@@ -101,6 +109,11 @@ def sample_of(settings: Settings, shape: Shape, facts: DataFacts | None) -> Samp
         references = data.max_references if facts is None else facts.references
         references = references if several else 1
     text = shape.text_tokens
+    if references > MOST_REFERENCES:
+        what = "--references" if shape.references is not None else "data.max_references"
+        raise SettingsError(f"{what} is {references:,}; the planner is meant for up to {MOST_REFERENCES}")
+    if text is not None and text > MOST_TEXT_TOKENS:
+        raise SettingsError(f"--text-tokens is {text:,}; the planner is meant for up to {MOST_TEXT_TOKENS:,}")
     if text is None and facts is not None:
         pictures = references * (vision_tokens(condition_area, shape.aspect) + TOKENS_A_PICTURE)
         text = pictures + facts.instruction_tokens + TOKENS_OF_TURNS
@@ -114,6 +127,7 @@ def _where_from(settings: Settings, shape: Shape, facts: DataFacts | None) -> st
     if shape.text_tokens is None:
         parts.append("an instruction of about 50 words" if facts is None else "the longest instruction, by its words")
     if facts is None:
-        return f"assumed: {' and '.join(parts)}" if parts else ""
-    rows = f"{'' if facts.is_all else 'the first '}{facts.rows:,} rows of {settings.data.manifest}"
+        return f"assumed: {' and '.join(parts)}, since {why_unread(settings.data)}" if parts else ""
+    rows = f"{'' if facts.is_all else 'the first '}{facts.rows:,} {'row' if facts.rows == 1 else 'rows'}"
+    rows += f" of {settings.data.manifest}"
     return f"from {rows}: {' and '.join(parts)}" if parts else ""
