@@ -180,9 +180,9 @@ class UlyssesAttnProcessor:
         to_image, to_text = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         image = _project(hidden_states, to_image, (attn.norm_q, attn.norm_k), image_rope, attn.heads)
         text = _project(encoder_hidden_states, to_text, (attn.norm_added_q, attn.norm_added_k), text_rope, attn.heads)
-        attended = self._attend(
-            [torch.cat(pair, dim=1) for pair in zip(text, image, strict=True)], encoder_hidden_states_mask
-        )
+        joint = [torch.cat(pair, dim=1) for pair in zip(text, image, strict=True)]
+        del image, text  # attention is where most memory is in use, and backward needs neither these nor `joint`
+        attended = self._attend(joint, encoder_hidden_states_mask)
         attended, text_tokens = attended.flatten(2).to(hidden_states.dtype), encoder_hidden_states.shape[1]
         text_out, image_out = attended[:, :text_tokens], attended[:, text_tokens:]
         for layer in attn.to_out:
@@ -190,8 +190,11 @@ class UlyssesAttnProcessor:
         return image_out, attn.to_add_out(text_out)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled communication would be built for one length
-    def _attend(self, query_key_value: Sequence[torch.Tensor], text_mask: torch.Tensor | None) -> torch.Tensor:
-        """Three (B, own tokens, heads, head width) -> the attention's result for own tokens, of that shape."""
+    def _attend(self, query_key_value: list[torch.Tensor], text_mask: torch.Tensor | None) -> torch.Tensor:
+        """Three (B, own tokens, heads, head width) -> the attention's result for own tokens, of that shape.
+
+        The list is emptied, so that what was sent is freed before attention.
+        """
         shares = self._shares
         lengths = [text + image for text, image in zip(shares.text, shares.image, strict=True)]
         own = query_key_value[0].shape[1]
@@ -233,13 +236,16 @@ def _project(
     return query, key, value
 
 
-def _tokens_to_heads(tensors: Sequence[torch.Tensor], lengths: list[int], shares: _Shares) -> torch.Tensor:
-    """n tensors (B, own tokens, heads, width) -> (all tokens, n, B, own heads, width)."""
+def _tokens_to_heads(tensors: list[torch.Tensor], lengths: list[int], shares: _Shares) -> torch.Tensor:
+    """n tensors (B, own tokens, heads, width) -> (all tokens, n, B, own heads, width). Empties the list."""
     batch, own, heads, width = tensors[0].shape
     by_rank = [
         t.reshape(batch, own, shares.ranks, heads // shares.ranks, width).permute(2, 1, 0, 3, 4) for t in tensors
     ]
-    return _exchange(torch.stack(by_rank, dim=2).flatten(0, 1), [own] * shares.ranks, lengths, shares.group)
+    sent = torch.stack(by_rank, dim=2).flatten(0, 1)
+    tensors.clear()
+    del by_rank
+    return _exchange(sent, [own] * shares.ranks, lengths, shares.group)
 
 
 def _heads_to_tokens(tensor: torch.Tensor, lengths: list[int], shares: _Shares) -> torch.Tensor:

@@ -127,12 +127,13 @@ _SPLIT: list[dict[str, Any]] = [
 ]
 
 
-def _measure_split(rank: int, world: int) -> list[tuple[int, int, int]]:
+def _measure_split(rank: int, world: int) -> list[tuple[int, ...]]:
+    """Least of several tries: gloo's thread may hold what it has sent a moment longer."""
     found = []
     for options in _SPLIT:
         one = job(SMALL, sample=_ODD, world=world, sequence=world, **options)
-        measured = measure(one, SMALL, masked=one.micro > 1)
-        found.append((measured.kept, measured.forward_peak, measured.backward_peak))
+        tries = [measure(one, SMALL, masked=one.micro > 1) for _ in range(4)]
+        found.append(tuple(min(getattr(t, name) for t in tries) for name in ("kept", "forward_peak", "backward_peak")))
     return found
 
 

@@ -5,8 +5,6 @@ Variables are kept as long as there: what a function holds until it returns, it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from qwen_edit_zero.planning.autograd import operations as op
 from qwen_edit_zero.planning.autograd.attention_cost import attention
 from qwen_edit_zero.planning.autograd.computing import Computing
@@ -243,6 +241,7 @@ class Network:
                     values[i] = op.to(tape, values[i], values[2].dtype)
         joint = [op.cat(tape, pair, 1) for pair in zip(of_text, of_image, strict=True)]
         if how.sequence > 1:
+            del values, of_image, of_text
             attended = self._exchanged(joint, joint_mask is not None)
         else:
             attended = attention(tape, (joint[0], joint[1], joint[2]), mask, math=how.attention == "math")
@@ -261,12 +260,14 @@ class Network:
         part = op.rows(self.tape, attended, tokens)
         return op.copy(self.tape, part) if self.batch > 1 else part
 
-    def _exchanged(self, joint: Sequence[Value], masked: bool) -> Value:
-        """Attention of own heads over all tokens, between two exchanges (`edit_model/sequence_parallel.py`)."""
+    def _exchanged(self, joint: list[Value], masked: bool) -> Value:
+        """Attention of own heads over all tokens, between two exchanges (`edit_model/sequence_parallel.py`), before
+        which `joint` is emptied."""
         tape, batch, tokens = self.tape, self.batch, self.sample.tokens
         heads, head = self.model.heads // self.how.sequence, self.model.head_dim
         own = joint[0].shape[1]
         stacked = op.stack(tape, joint, (own * self.how.sequence, 3, batch, heads, head))
+        joint.clear()
         received = op.exchange(tape, stacked, (tokens, 3, batch, heads, head))
         del stacked
         parts = op.chunk(tape, received, 3, 1)
