@@ -137,7 +137,8 @@ def _gpus_needed(wish: Wish, smallest: Option) -> int | None:
             return None
         if more.fits:
             return world
-        if more.plan.lack[1] > _HELPS * so_far.lack[1] and more.plan.host_lack >= min(so_far.host_lack, 0):
+        helps = more.plan.lack[1] <= _HELPS * so_far.lack[1] or 0 < more.plan.host_lack < so_far.host_lack
+        if not helps:
             return None
         so_far = more.plan
     return None
@@ -165,8 +166,7 @@ def _on(wish: Wish, cluster: Cluster) -> Wish:
 
 def _slower(option: Option, best: Option) -> str:
     rate = option.samples_per_second / best.samples_per_second
-    peak = show_bytes(option.plan.memory.peak[1])
-    return f"{option.family.name}: {peak}, {1 - rate:.0%} slower than {best.family.name}"
+    return f"{option.family.name}: {_peak(option)}, {1 - rate:.0%} slower than {best.family.name}"
 
 
 def _explained(wish: Wish, option: Option) -> Option:
@@ -183,7 +183,8 @@ def _explained(wish: Wish, option: Option) -> Option:
         while before >= 0:
             other = candidate(wish, option.family, split, micro, ways[before])
             if isinstance(other, Option):
-                text += f", as {show_bytes(other.plan.memory.peak[1])} would be needed if {_if(ways[before])}"
+                much = f"more than {show_bytes(other.at_least)}" if other.is_hopeless else _peak(other)
+                text += f", as {much} would be needed if {_if(ways[before])}"
                 break
             before -= 1
         why.append(text)
@@ -240,13 +241,18 @@ def _on_kind(wish: Wish, smallest: Option, kind: Accelerator) -> str | None:
 
 
 def summary(option: Option) -> str:
-    """`61.3 GiB at its peak; 5.8-8.2 s a step; 7.8-11 samples/s`; host memory, where state or activations are there."""
+    """`61.3 GiB (77%) at its peak; 5.8-8.2 s a step; 7.8-11 samples/s`; host memory, where state or activations are there."""
     timing = option.plan.timing
     assert timing is not None
+    assert option.plan.accelerator is not None
     rate = show_range(*timing.samples_per_s, "samples/s")
-    peak = show_bytes(option.plan.memory.peak[1])
     host = f" and {show_bytes(option.plan.host_needed[1])} of host memory a node" if _uses_host(option) else ""
-    return f"{peak}{host} at its peak; {show_times(*timing.step_s)} a step; {rate}"
+    full = option.plan.memory.peak[1] / option.plan.accelerator.memory
+    return f"{_peak(option)} ({full:.0%}){host} at its peak; {show_times(*timing.step_s)} a step; {rate}"
+
+
+def _peak(option: Option) -> str:
+    return show_bytes(option.plan.memory.peak[1])
 
 
 def _uses_host(option: Option) -> bool:

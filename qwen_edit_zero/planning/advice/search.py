@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from qwen_edit_zero.errors import SettingsError
 from qwen_edit_zero.planning.advice.variants import (
@@ -65,7 +66,7 @@ class Option:
     @property
     def fits(self) -> bool:
         """With what should stay free."""
-        return not self._is_hopeless and self.plan.verdict is Verdict.FITS
+        return not self.is_hopeless and self.plan.verdict is Verdict.FITS
 
     @property
     def is_roomy(self) -> bool:
@@ -81,14 +82,17 @@ class Option:
         assert others is not None
         return all(a >= _FASTER * b for a, b in zip(mine.samples_per_s, others.samples_per_s, strict=True))
 
+    @cached_property
+    def at_least(self) -> int:
+        """A part of what it takes in training, bytes: what is held, and what autograd keeps. Quickly computed."""
+        computing = activations(self.plan.job)
+        return total(state(self.plan.job).device) + max(computing.forward_peak, computing.backward_peak)
+
     @property
-    def _is_hopeless(self) -> bool:
-        """Whether a part of what it takes in training, quickly computed, is too much already."""
-        job, accelerator = self.plan.job, self.plan.accelerator
-        assert accelerator is not None
-        computing = activations(job)
-        least = total(state(job).device) + max(computing.forward_peak, computing.backward_peak)
-        return least > accelerator.memory - spare(accelerator.memory)
+    def is_hopeless(self) -> bool:
+        """Whether that is too much already."""
+        assert self.plan.accelerator is not None
+        return self.at_least > self.plan.accelerator.memory - spare(self.plan.accelerator.memory)
 
 
 def families_of(wish: Wish) -> Iterator[Family]:
@@ -115,6 +119,8 @@ def best_of(wish: Wish, family: Family, *, roomy: bool = False) -> Option | None
             for index in range(first, len(ways)):
                 option = candidate(wish, family, split, micro, ways[index])
                 if not isinstance(option, Option):
+                    continue
+                if option.is_hopeless:
                     continue
                 if found is not None and not option.is_faster(found):  # quicker to see than whether it fits
                     is_too_large = False
