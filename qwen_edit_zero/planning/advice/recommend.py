@@ -241,14 +241,15 @@ def _on_kind(wish: Wish, smallest: Option, kind: Accelerator) -> str | None:
 
 
 def summary(option: Option) -> str:
-    """`61.3 GiB (77%) at its peak; 5.8-8.2 s a step; 7.8-11 samples/s`; host memory, where state or activations are there."""
+    """`61.3 GiB (77%) at its peak (backward); 5.8-8.2 s a step; 7.8-11 samples/s`; and host memory, where used."""
     timing = option.plan.timing
     assert timing is not None
     assert option.plan.accelerator is not None
     rate = show_range(*timing.samples_per_s, "samples/s")
-    host = f" and {show_bytes(option.plan.host_needed[1])} of host memory a node" if _uses_host(option) else ""
-    full = option.plan.memory.peak[1] / option.plan.accelerator.memory
-    return f"{_peak(option)} ({full:.0%}){host} at its peak; {show_times(*timing.step_s)} a step; {rate}"
+    host = f", {show_bytes(option.plan.host_needed[1])} of host memory a node" if _uses_host(option) else ""
+    phase, peak = option.plan.memory.peak
+    gpu = f"{show_bytes(peak)} ({peak / option.plan.accelerator.memory:.0%}) at its peak ({phase})"
+    return f"{gpu}{host}; {show_times(*timing.step_s)} a step; {rate}"
 
 
 def _peak(option: Option) -> str:
@@ -275,8 +276,8 @@ def recommendation_text(wish: Wish, found: Recommendation) -> str:
         lines += ["", "why not the others", *(f"  {line}" for line in found.others)]
     lines += [
         "",
-        f"{show_bytes(spare(wish.gpus.accelerator.memory))} of each GPU's memory stay free. Times are ranges of "
-        "assumptions: trust their order where they are far apart, and measure where they are not.",
+        f"{show_bytes(spare(wish.gpus.accelerator.memory))} of each GPU's memory stay free in training. Times are "
+        "ranges of assumptions: trust their order where they are far apart, and measure where they are not.",
     ]
     return "\n".join(lines)
 
