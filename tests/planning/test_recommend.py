@@ -128,20 +128,20 @@ def test_a_batch_that_does_not_divide_is_told_once_with_sizes_that_do(gpus: str)
 
 def test_smaller_gpus_whose_nodes_lack_memory_are_not_named_as_enough() -> None:
     with pytest.raises(UserError) as error:
-        recommend(wish("2xRTX-4090"))
+        recommend(wish("2xRTX-4090", engine="fsdp2"))
     text = str(error.value)
     named, _, family = text.partition("as many: ")[2].splitlines()[0].partition(", with ")
-    found = recommend(wish(named))
+    found = recommend(wish(named, engine="fsdp2"))
     assert family in [option.family.name for option in found.best] + [line.split(":")[0] for line in found.others]
     (line,) = [line for line in text.splitlines() if line.startswith("  FSDP2 with offloading")]
     assert "of host memory a node at its peak" in line
     assert "if a node has more, say so: --gpus 2xRTX-4090,host=" in line
     enough = line.partition("--gpus ")[2].split(";")[0]
-    assert "FSDP2 with offloading" in [option.family.name for option in recommend(wish(enough)).best]
+    assert "FSDP2 with offloading" in [option.family.name for option in recommend(wish(enough, engine="fsdp2")).best]
 
 
 def test_json_is_what_the_text_says() -> None:
-    asked = wish("8xA100-40", "lora")
+    asked = wish("1xH200", "lora")
     found = recommend(asked)
     said = json.loads(json.dumps(recommendation_json(asked, found)))
     assert [best["family"] for best in said["best"]] == [option.family.name for option in found.best]
