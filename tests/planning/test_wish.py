@@ -60,6 +60,13 @@ def test_samples_beyond_measure_are_refused(overrides: tuple[str, ...], said: di
         _ = wish(*overrides, **said).sample
 
 
+def test_a_prompt_beyond_measure_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(json.loads(ROW) | {"instruction": "word " * 100_000}))
+    with pytest.raises(SettingsError, match=r"the longest prompt of .*data\.jsonl has about 130,\d+ tokens"):
+        _ = wish(f"data.manifest={path}").sample
+
+
 @pytest.mark.parametrize("key", ["num_layers", "num_attention_heads", "joint_attention_dim"])
 def test_models_beyond_measure_are_refused(key: str) -> None:
     with pytest.raises(SettingsError, match=f"{key} = 100000000; it must be from 1 to"):

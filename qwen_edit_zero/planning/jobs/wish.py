@@ -112,11 +112,14 @@ def sample_of(settings: Settings, shape: Shape, facts: DataFacts | None) -> Samp
     if references > MOST_REFERENCES:
         what = "--references" if shape.references is not None else "data.max_references"
         raise SettingsError(f"{what} is {references:,}; the planner is meant for up to {MOST_REFERENCES}")
-    if text is not None and text > MOST_TEXT_TOKENS:
-        raise SettingsError(f"--text-tokens is {text:,}; the planner is meant for up to {MOST_TEXT_TOKENS:,}")
     if text is None and facts is not None:
         pictures = references * (vision_tokens(condition_area, shape.aspect) + TOKENS_A_PICTURE)
         text = pictures + facts.instruction_tokens + TOKENS_OF_TURNS
+    if text is not None and text > MOST_TEXT_TOKENS:
+        said = f"--text-tokens is {text:,}"
+        if shape.text_tokens is None:
+            said = f"the longest prompt of {data.manifest} has about {text:,} tokens"
+        raise SettingsError(f"{said}; the planner is meant for up to {MOST_TEXT_TOKENS:,}")
     return SampleShape.of(data.vae_area, shape.aspect, references, text, condition_area)
 
 
