@@ -26,7 +26,8 @@ from qwen_edit_zero.doctor.needs import Needs, needs_of
 from qwen_edit_zero.doctor.nodes import Node, group_nodes, listed, node_key
 from qwen_edit_zero.doctor.places import Place, Seen, judge_space, places_of, settle
 from qwen_edit_zero.doctor.places import look as look_at_places
-from qwen_edit_zero.doctor.reading import read_rate, sample_pictures, unreadable
+from qwen_edit_zero.doctor.ranks_alike import settings_digest, unlike_within_nodes
+from qwen_edit_zero.doctor.reading import Picture, read_rate, sample_pictures, unreadable
 from qwen_edit_zero.doctor.report import Report, write_json
 from qwen_edit_zero.doctor.sharing import Answer, Asked, Question, answer
 from qwen_edit_zero.doctor.standstill import ENDS_SECONDS, WAITING, Phase, deadline
@@ -105,12 +106,14 @@ class _Examination:
     def report(self, began: float) -> Report:
         """All findings; collective. What is measured is the same on all ranks, the findings are right on rank 0."""
         self._say("who is where", by_all=True)
-        self.nodes = group_nodes(gather_objects(node_key()))
+        keys, digests = zip(*gather_objects((node_key(), settings_digest(self.settings))), strict=True)
+        self.nodes = group_nodes(keys)
         self._say("each node by itself")
         facts, record = self._look() if self.is_leader else (None, None)
         gathered: list[_Record | None] = gather_objects(record)
         records = {node.name: told for node in self.nodes if (told := gathered[node.leader]) is not None}
-        found = self._software(facts, records)
+        unlike = unlike_within_nodes(self.settings, self.nodes, digests)
+        found = self._software(facts, records) + unlike
         found += self._data(records)
         found += self._folders(records)
         found += self._machines(records)
@@ -200,9 +203,10 @@ class _Examination:
                 text += "; the transformer has none, so only a checkpoint can be gone on from"
             level = Level.OK if self.folder.has_weights else Level.WARNING
             found.append(Finding("data", "model folder", level, text))
-        pictures, why = from_rank_0(self._pictures() if self.rank == 0 else None)
+        pictures, told_of_sets = from_rank_0(self._pictures() if self.rank == 0 else None)
+        found += told_of_sets
         if not pictures:
-            return [*found, self._not_tried(why)]
+            return found
         position.at("reading pictures of samples")
         mine = unreadable(pictures, self.settings) if self.is_leader else ""
         position.at(WAITING)
@@ -221,18 +225,13 @@ class _Examination:
             found.append(Finding("data", "samples", Level.OK, text))
         return found
 
-    def _pictures(self) -> tuple[list[tuple[str, str]], str]:
+    def _pictures(self) -> tuple[list[Picture], list[Finding]]:
         several = self.folder is None or self.folder.variant.takes_several_references
         try:
-            return sample_pictures(self.settings, self.settings.data.max_references if several else 1)
+            pictures, unopened = sample_pictures(self.settings, self.settings.data.max_references if several else 1)
         except (QwenEditError, OSError) as error:
-            return [], f"!{error}"
-
-    @staticmethod
-    def _not_tried(why: str) -> Finding:
-        if why.startswith("!"):
-            return Finding("data", "samples", Level.FAILURE, why[1:])
-        return Finding("data", "samples", Level.UNCHECKED, why)
+            return [], [Finding("data", "samples", Level.FAILURE, str(error))]
+        return pictures, [Finding("data", "samples", Level.UNCHECKED, why) for why in unopened]
 
     def _folders(self, records: dict[str, _Record]) -> list[Finding]:
         self._say("folders")

@@ -17,6 +17,7 @@ from qwen_edit_zero.doctor.findings import Finding, Level, failures
 from qwen_edit_zero.doctor.needs import needs_of
 from qwen_edit_zero.doctor.nodes import group_nodes, node_key
 from qwen_edit_zero.doctor.places import Seen, judge_space, look, places_of, settle
+from qwen_edit_zero.doctor.ranks_alike import settings_digest, unlike_within_nodes
 from qwen_edit_zero.doctor.sharing import Answer, Asked, Question, answer
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.errors import ClusterError
@@ -40,17 +41,25 @@ class QuickCheck:
         self._settings, self._identity, self._environ = settings, identity, dict(environ)
 
     def __call__(self, folder: ModelFolder) -> None:
-        """Collective on several nodes. Warnings are printed on rank 0."""
+        """Collective. Warnings are printed on rank 0."""
         if self._identity.local_world_size < self._identity.world_size:
             found = self._compare(folder)
-        elif self._identity.rank == 0:
-            needs, places = needs_of(self._settings, folder), places_of(self._settings)
-            seen = look(places)
-            found = [judge_space(place, {"here": at}, needs) for place, at in zip(places, seen, strict=True)]
         else:
-            return
+            found = self._look_here(folder)
         if self._identity.rank == 0:
             tell(found)
+
+    def _look_here(self, folder: ModelFolder) -> list[Finding]:
+        """Findings about the one node there is; those about room on rank 0."""
+        settings, found = self._settings, list[Finding]()
+        if self._identity.world_size > 1:
+            keys, digests = zip(*gather_objects((node_key(), settings_digest(settings))), strict=True)
+            found += unlike_within_nodes(settings, group_nodes(keys), digests)
+        if self._identity.rank == 0:
+            needs, places = needs_of(settings, folder), places_of(settings)
+            seen = look(places)
+            found += [judge_space(place, {"here": at}, needs) for place, at in zip(places, seen, strict=True)]
+        return found
 
     def _compare(self, folder: ModelFolder) -> list[Finding]:
         """Findings about several nodes, on rank 0; none on the others."""
@@ -64,9 +73,13 @@ class QuickCheck:
             if facts is not None:
                 questions = [one.question for one in asked]
                 record = _Record(facts.digests(), look(places), questions)
-            gathered: list[tuple[str, _Record | None]] = gather_objects((node_key(), record))
-            nodes = [node for node in group_nodes([key for key, _ in gathered]) if gathered[node.leader][1]]
-            records = {node.name: told for node in nodes if (told := gathered[node.leader][1]) is not None}
+            gathered: list[tuple[str, str, _Record | None]] = gather_objects(
+                (node_key(), settings_digest(settings), record)
+            )
+            everywhere = group_nodes([key for key, _, _ in gathered])
+            unlike = unlike_within_nodes(settings, everywhere, [told for _, told, _ in gathered])
+            nodes = [node for node in everywhere if gathered[node.leader][2]]
+            records = {node.name: told for node in nodes if (told := gathered[node.leader][2]) is not None}
             odd = differing({name: told.digests for name, told in records.items()})
             mine: tuple[dict[str, Facts], list[Answer]] = ({}, [])
             if facts is not None:
@@ -76,7 +89,7 @@ class QuickCheck:
             heard = gather_objects(mine)
             if rank:
                 return []
-            found = []
+            found = unlike
             for subject in odd:
                 found += compare(subject, {node.name: heard[node.leader][0][subject] for node in nodes})
             needs = needs_of(settings, folder)

@@ -14,7 +14,13 @@ from qwen_edit_zero.edit_data.storage.place import open_place
 from qwen_edit_zero.edit_model.folder import ModelFolder
 from qwen_edit_zero.errors import QwenEditError
 from qwen_edit_zero.settings.models import Settings
-from qwen_edit_zero.training.datasets import DEMO, training_table
+from qwen_edit_zero.training.datasets import (
+    DEMO,
+    held_out_manifest,
+    training_table,
+    wants_held_out,
+    whole_held_out_table,
+)
 
 _SECONDS, _MOST = 1.0, 256 << 20  # that a model file is read for, and bytes
 _PIECE = 8 << 20
@@ -39,21 +45,41 @@ def read_rate(folder: ModelFolder) -> float:
     return done / max(time.perf_counter() - began, 1e-9)
 
 
-def sample_pictures(settings: Settings, most_references: int) -> tuple[list[Picture], str]:
-    """The pictures of a few samples; or none, and why. Raises DataError if the manifest cannot be read."""
-    location = str(settings.data.manifest)
-    if location != DEMO:
-        if is_url(location):
-            return [], "the manifest is on an object store; `qwen-edit-zero data check` looks at it"
-        path = Path(location).expanduser()
-        if (path.exists() and not path.is_file()) or any(mark in location for mark in "*?{"):
-            return [], "a set of files is only read when training starts; `qwen-edit-zero data check` looks at it"
-        if path.is_file() and path.stat().st_size > _MANIFEST:
-            return [], "the manifest is large, and only read when training starts; see `qwen-edit-zero data check`"
+def sample_pictures(settings: Settings, most_references: int) -> tuple[list[Picture], list[str]]:
+    """The pictures of a few samples of the training set and the held-out set; and of a set that is not opened, why.
+
+    Raises DataError if a manifest cannot be read, or has no sample to train on or to hold out.
+    """
+    found: list[Picture] = []
+    unopened = []
+    held_out = held_out_manifest(settings) if wants_held_out(settings) else None
     with tempfile.TemporaryDirectory(prefix="doctor-") as work:
-        table = training_table(settings, most_references, index_folder=Path(work))
-        samples = [table[n] for n in sorted({len(table) * i // _SAMPLES for i in range(_SAMPLES)})]
-        return [(s.place.name, name) for s in samples for name in (*s.source_names, s.target_name)], ""
+        for title, location in (("", str(settings.data.manifest)), ("held-out set: ", held_out)):
+            if location is None:
+                continue
+            if why := _unopened(location):
+                unopened.append(title + why)
+                continue
+            opened = whole_held_out_table if title else training_table
+            table = opened(settings, most_references, index_folder=Path(work))
+            assert table is not None
+            samples = [table[n] for n in sorted({len(table) * i // _SAMPLES for i in range(_SAMPLES)})]
+            found += [(s.place.name, name) for s in samples for name in (*s.source_names, s.target_name)]
+    return found, unopened
+
+
+def _unopened(location: str) -> str:
+    """Why a manifest is not opened now; empty if it is."""
+    if location == DEMO:
+        return ""
+    if is_url(location):
+        return "the manifest is on an object store; `qwen-edit-zero data check` looks at it"
+    path = Path(location).expanduser()
+    if (path.exists() and not path.is_file()) or any(mark in location for mark in "*?{"):
+        return "a set of files is only read when training starts; `qwen-edit-zero data check` looks at it"
+    if path.is_file() and path.stat().st_size > _MANIFEST:
+        return "the manifest is large, and only read when training starts; see `qwen-edit-zero data check`"
+    return ""
 
 
 def unreadable(pictures: Sequence[Picture], settings: Settings) -> str:

@@ -41,9 +41,8 @@ class Report:
         ranks = sum(len(node.ranks) for node in self.nodes)
         names = listed([node.name for node in self.nodes])
         nodes = f"node{'s' if len(self.nodes) > 1 else ''} ({names})"
-        lines = [
-            f"doctor: {ranks} rank{'s' if ranks > 1 else ''} on {len(self.nodes)} {nodes}, started by {self.launcher}"
-        ]
+        started = "by itself" if self.launcher == "single" else f"started by {self.launcher}"
+        lines = [f"doctor: {_many(ranks, 'rank')} on {len(self.nodes)} {nodes}, {started}"]
         for group in GROUPS:
             shown = [f for f in self.findings if f.group == group and f.level in (Level.OK, Level.UNCHECKED)]
             if shown:
@@ -100,7 +99,7 @@ def write_json(report: Report, path: Path) -> None:
 
 def _entry(start: str, text: str, width: int) -> list[str]:
     return textwrap.wrap(
-        text, width, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False,
+        " ".join(text.split()), width, initial_indent=start, subsequent_indent=" " * len(start), break_long_words=False,
         break_on_hyphens=False,
     ) or [start.rstrip()]  # fmt: skip
 

@@ -59,15 +59,25 @@ class HeldOutTable:
         return frozenset(sample.id for sample in self.table[: self.pictured])
 
 
+def held_out_manifest(settings: Settings) -> str | None:
+    """Where the held-out samples are; None if none are named."""
+    data = settings.data
+    return data.validation or (data.manifest if data.validation_split or data.manifest == DEMO else None)
+
+
 def whole_held_out_table(
     settings: Settings, most_references: int, *, index_folder: Path, rank: int = 0, from_rank_0: Share = _alone
 ) -> SampleTable | None:
     """All held-out samples, whether a run uses them or not. None if none are named. As `training_table`."""
-    data = settings.data
-    name = data.validation or (data.manifest if data.validation_split or data.manifest == DEMO else None)
+    name = held_out_manifest(settings)
     if name is None:
         return None
     return _open(settings, name, "validation", most_references, rank, index_folder, from_rank_0)
+
+
+def wants_held_out(settings: Settings) -> bool:
+    """Whether a run uses held-out samples."""
+    return settings.sampling.count > 0 or settings.validation.every is not None
 
 
 def held_out_table(
@@ -76,7 +86,7 @@ def held_out_table(
     """sampling.count held-out samples for pictures: the first of every category, then the second of every category ...;
     and up to validation.samples for the loss, if there is to be one (`chosen_by_id`). None if none are wanted.
     Collective. Raises DataError, StorageError."""
-    if settings.sampling.count == 0 and settings.validation.every is None:
+    if not wants_held_out(settings):
         return None
     table = whole_held_out_table(
         settings, most_references, index_folder=index_folder, rank=rank, from_rank_0=from_rank_0

@@ -106,16 +106,18 @@ class Fitting:
             first=first,
             tell=lambda record: tell_comparison(settings, record, progress.say),
         )
+        drawing = PeriodicHook(
+            settings.sampling.every, lambda m: pictures.draw(samples_folder / f"step-{m.step:08d}"), progress.say
+        )
+        computing: list[Hook] = [] if validation is None else [validation]
         hooks: list[Hook] = [
             ChronicleHook(self.chronicle, watchdog, settings.run.silent_seconds),
             MetricsHook(progress, writer),
             measured,
             DrawnHook(order.distribution, progress, writer),
-            *([] if validation is None else [validation]),
+            *computing,
             checkpoints,
-            PeriodicHook(
-                settings.sampling.every, lambda m: pictures.draw(samples_folder / f"step-{m.step:08d}"), progress.say
-            ),
+            drawing,
         ]
         task, last = EditTask(self.folder, settings), LastStep()
         if settings.run.stragglers_every is not None and world > 1:
@@ -161,6 +163,7 @@ class Fitting:
                     measurements=measurements,
                     asked_to_end=lambda: signals.requested() is not None,
                     hooks=hooks,
+                    can_wait=[*computing, drawing],
                 ).fit(first, total_steps, samples_seen=schedule.samples_before(first))
                 measured.write()
                 position.end("saving")

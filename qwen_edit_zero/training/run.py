@@ -113,7 +113,11 @@ class _Run:
                 barrier()
                 with Chronicle(self.path, self.rank, None if lock is None else lock.fence) as self.chronicle:
                     self.chronicle.begin(ranks=self.world, engine=engine.name, launcher=self.launcher)
-                    status = self._go(engine, module)
+                    try:
+                        status = self._go(engine, module)
+                    except FileNotFoundError:
+                        self.chronicle.may_write()  # tells it better if the run's folder is gone
+                        raise
                     signals.ignore()  # launchers end the ranks that are left when the first has gone
                     return status
             finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,9 @@ class Trainer:
             not after it, as without a guard.
         last: is told this rank's own share of each step.
         measurements: is told where each step is.
+        hooks: called after each step, in this order.
+        can_wait: those of the hooks that are left out after the step with which the run ends early, since whoever
+            asked for the end may not wait for long: what must not be lost is saved first.
     """
 
     def __init__(
@@ -76,8 +79,9 @@ class Trainer:
         last: LastStep | None = None,
         measurements: Measurements | None = None,
         hooks: Sequence[Hook],
+        can_wait: Collection[Hook] = (),
     ) -> None:
-        self.engine, self.task, self.hooks = engine, task, hooks
+        self.engine, self.task, self.hooks, self.can_wait = engine, task, hooks, can_wait
         self.steps, self.lr_at, self.sample_ids = steps, lr_at, sample_ids
         self.max_skipped, self.min_loss_scale = max_skipped, min_loss_scale
         self.asked_to_end, self._ends = asked_to_end, False
@@ -100,11 +104,13 @@ class Trainer:
                 metrics = self.train_step(plan, batches, samples_seen=samples_seen)
             samples_seen = metrics.samples_seen
             skipped_in_a_row = skipped_in_a_row + 1 if metrics.skipped and not metrics.guarded else 0
+            ends_early = self._ends and metrics.step < last
             for hook in self.hooks:
-                hook.after_step(metrics, is_last=metrics.step == last)
+                if not (ends_early and hook in self.can_wait):
+                    hook.after_step(metrics, is_last=metrics.step == last)
             if skipped_in_a_row:
                 self._check_skipping(metrics, plan, skipped_in_a_row)
-            if self._ends and metrics.step < last:
+            if ends_early:
                 return metrics
         if skipped_in_a_row and skipped_in_a_row == last - first:
             raise DivergenceError(

@@ -43,15 +43,15 @@ class ValidationHook:
         self._last: tuple[int, float] | None = None  # step and loss
 
     def begin(self, first: int) -> None:
-        """Say what will be computed; compute the first value unless the run has one from earlier. Collective.
+        """Say what will be computed; compute a value unless the run has what it needs from earlier. Collective.
 
-        `first` are the steps done.
+        `first` are the steps done. A value that was due after them is missing where the run was asked to end just then.
         """
         self._progress.say(
             f"held-out loss: {self._measure.describe()}, before the first step, every {self._every} steps and at the "
             "end"
         )
-        known = self._remember() if self._writer is not None else None
+        known = self._remember(first) if self._writer is not None else None
         if not from_rank_0(known):
             self._compute(first)
 
@@ -64,8 +64,8 @@ class ValidationHook:
         """What a checkpoint of this step records."""
         return {METRIC: self._last[1]} if self._last is not None and self._last[0] == step else {}
 
-    def _remember(self) -> bool:
-        """Take over what was recorded before; whether there is anything to go by."""
+    def _remember(self, first: int) -> bool:
+        """Take over what was recorded before; whether there is anything to go by, and the value due now."""
         assert self._writer is not None
         before = self._writer.held_out
         same = [record for record in before if record.get("held_out_set") == self._set]
@@ -76,7 +76,8 @@ class ValidationHook:
             )
         for record in same:
             self._judge(int(record["step"]), record[HELD_OUT])
-        return bool(same)
+        is_due = first % self._every == 0
+        return any(not is_due or record["step"] == first for record in same)
 
     def _judge(self, step: int, loss: Any) -> None:
         """Keep the best; of equal ones the earlier."""

@@ -83,6 +83,17 @@ def test_two_ranks_of_this_machine_are_ready(recipe: str, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["told.json"]
 
 
+def test_the_held_out_set_is_looked_at_as_well(small_data: Path, tmp_path: Path) -> None:
+    row = json.loads(small_data.read_text().splitlines()[0]) | {"target": "images/gone.png"}
+    (tmp_path / "images").symlink_to(small_data.parent / "images")
+    (tmp_path / "held_out.jsonl").write_text(json.dumps(row) + "\n")
+    given = (f"run.dir={tmp_path}/runs", f"data.manifest={small_data}", f"data.validation={tmp_path}/held_out.jsonl")
+    for more, expected in (((), 2), (("sampling.count=0",), 0)):
+        ((status, text),) = run_ranks(doctor, 1, *given, *more, init_process_group=False)
+        assert status == expected
+        assert ("gone.png" in text) == (expected == 2)
+
+
 def test_what_cannot_be_read_is_told_with_the_rest(small_data: Path, tmp_path: Path) -> None:
     """One start with three mistakes: a manifest with a picture that is not there, a model, a folder."""
     (tmp_path / "runs").write_text("a file")

@@ -49,6 +49,24 @@ def test_rank_0_names_everything_at_once(tmp_path: Path) -> None:
     assert f"\n  shared: run.dir {tmp_path}/a/demo is not there, on node2: " in first
 
 
+def checked_on_one_node(rank: int, world: int, run_dir: str) -> str:
+    """What the check raises on this rank; all are on this machine, and rank 1 has another learning rate."""
+    overrides = (f"run.dir={run_dir}", *(("optimizer.lr=0.5",) if rank == 1 else ()))
+    settings = load_settings(None, overrides=overrides).settings
+    identity = Identity(rank, rank, world, world, "torchrun", "127.0.0.1", 1)
+    try:
+        quick.QuickCheck(settings, identity, {})(open_model_folder("tiny"))
+    except ClusterError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_with_other_settings_than_its_node_is_named(tmp_path: Path) -> None:
+    first, *others = run_ranks(checked_on_one_node, 3, str(tmp_path / "runs"))
+    assert others == ["", ""]
+    assert "\n  settings: optimizer.lr is 0.5 on rank 1, 0.003 on the 2 others; start all" in first
+
+
 def test_warnings_do_not_stop(capsys: pytest.CaptureFixture[str]) -> None:
     quick.tell([Finding("software", "packages", Level.WARNING, "idna differs"), Finding("a", "b", Level.OK, "c")])
     assert capsys.readouterr().out == "warning: packages: idna differs\n"

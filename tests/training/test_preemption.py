@@ -16,7 +16,7 @@ from qwen_edit_zero.checkpoints.validity import verify_checkpoint
 from qwen_edit_zero.cluster import signals
 from tests.end_to_end.commands import LAUNCHERS
 from tests.ranks import free_port
-from tests.training.started import events, last_step, lines_of, log, train
+from tests.training.started import ends, events, last_step, lines_of, log, train
 
 
 def send(number: signal.Signals) -> None:
@@ -71,6 +71,28 @@ def test_a_signal_while_a_checkpoint_is_written_waits_for_it(recipe: str, tmp_pa
     assert train(2, run, often, (0, 3, partial(send, signal.SIGUSR2))) == [75, 75]
     steps = [e["step"] for e in events(run) if e["event"] == "save"]
     assert steps == list(range(1, last_step(run) + 1)), "each step is saved once"
+
+
+def test_what_takes_long_waits_until_the_run_goes_on(recipe: str, tmp_path: Path) -> None:
+    """Whoever asks for the end may not wait for pictures and a held-out loss before the save."""
+    run = tmp_path / "run"
+    every = ["validation.every=1", "validation.samples=2", "sampling.every=1", "sampling.count=1", "run.max_steps=4"]
+    given = [*arguments(recipe), *every]
+    assert train(1, run, given, (0, 1, partial(send, signal.SIGUSR1))) == [75]
+    last = last_step(run)
+    assert last in (2, 3)
+    valued = [e["step"] for e in events(run) if e["event"] == "validation"]
+    assert valued == list(range(last)), "none for the step that is saved"
+    assert len(list((run / "samples").iterdir())) == last - 1
+    assert train(1, run, given) == [0]
+    assert [e["step"] for e in events(run) if e["event"] == "validation"] == list(range(5)), "made up for, once each"
+
+
+def test_a_run_whose_folder_is_moved_away_says_so(recipe: str, tmp_path: Path) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    given = arguments(recipe, "run.max_steps=2000")
+    assert ends(1, run, given, (0, 2, partial(os.rename, run, moved))) == [1]
+    assert f"was {run} deleted, moved, or its file system unmounted?" in log(moved, 0), "its log is still open"
 
 
 def slow_step() -> None:

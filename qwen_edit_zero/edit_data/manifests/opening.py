@@ -170,7 +170,7 @@ def _checked(table: SampleTable, name: str, split: str | None, on_error: OnError
         names = [found for found in table.splits if found]
         near = nearest(split, names)
         there = ", ".join(f"{found or 'none'} {count:,}" for found, count in table.splits.items())
-        hint = f"; did you mean {shown(near)}?" if near else ""
+        hint = f"; did you mean {shown(near)}?" if near else "."
         raise DataError(f"manifest {shown(name)}: no row is of split {shown(split)}{hint} Its rows by split: {there}")
     return chosen
 
