@@ -90,7 +90,7 @@ def parse_line(content: str, number: int, shown: str) -> Host:
     user, _, host = name.rpartition("@")
     if "@" in name and not _USER.fullmatch(user):
         raise ClusterError(f"{shown}: {user!r} is not a user name")
-    _check_name(host, shown)
+    _check_name(host, shown, slots)
     if slots is None:
         raise ClusterError(f"{shown} does not say how many ranks run there; write {name} slots=8")
     return Host(host, slots, number, user or None)
@@ -104,7 +104,7 @@ def _slots(value: str, shown: str) -> int:
     return int(value)
 
 
-def _check_name(host: str, shown: str) -> None:
+def _check_name(host: str, shown: str, slots: int | None) -> None:
     try:
         ipaddress.ip_address(host)
         return
@@ -112,6 +112,10 @@ def _check_name(host: str, shown: str) -> None:
         pass
     if re.fullmatch(r"[^:]+:[0-9]+", host):
         name, count = host.split(":")
+        if slots is not None:
+            raise ClusterError(
+                f"{shown}: {host} names an ssh port; write {name} slots={slots}, and put ports into ~/.ssh/config"
+            )
         raise ClusterError(
             f"{shown}: {host} is the form of MPICH, or names an ssh port; write {name} slots={count} if {count} is the "
             "number of ranks, and put ports into ~/.ssh/config"
