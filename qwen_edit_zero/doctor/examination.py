@@ -113,7 +113,7 @@ class _Examination:
         gathered: list[_Record | None] = gather_objects(record)
         records = {node.name: told for node in self.nodes if (told := gathered[node.leader]) is not None}
         unlike = unlike_within_nodes(self.settings, self.nodes, digests)
-        found = self._software(facts, records) + unlike
+        found = self._software(facts, records, unlike)
         found += self._data(records)
         found += self._folders(records)
         found += self._machines(records)
@@ -168,14 +168,17 @@ class _Examination:
         position.at(WAITING)
         return facts, record
 
-    def _software(self, facts: NodeFacts | None, records: dict[str, _Record]) -> list[Finding]:
+    def _software(self, facts: NodeFacts | None, records: dict[str, _Record], unlike: list[Finding]) -> list[Finding]:
+        """`unlike`: findings about ranks whose settings differ within nodes, which say more than about nodes."""
         self._say("code, packages, settings, data and model")
         odd = differing({name: told.digests for name, told in records.items()})
         details = gather_objects(facts.details(odd) if facts is not None and odd else None) if odd else []
-        found = []
+        found: list[Finding] = []
         first = next(iter(records.values()))
         for subject, about in SUBJECTS.items():
-            if subject in odd:
+            if subject == "settings" and unlike:
+                found += unlike
+            elif subject in odd:
                 told: dict[str, Facts] = {
                     node.name: details[node.leader][subject] for node in self.nodes if details[node.leader]
                 }
@@ -216,10 +219,8 @@ class _Examination:
             if told_wrong[node.leader]:
                 faults.setdefault(told_wrong[node.leader], []).append(node.name)
         for error, names in faults.items():
-            text = f"{error} (on {listed(names)})"
-            found.append(
-                Finding("data", "samples", Level.FAILURE, text, "all nodes must see the pictures under one path")
-            )
+            text, advice = f"{error} (on {listed(names)})", "all nodes must see the pictures under one path"
+            found.append(Finding("data", "samples", Level.FAILURE, text, advice))
         if not faults:
             text = f"{len(pictures)} pictures of a few samples can be read on every node"
             found.append(Finding("data", "samples", Level.OK, text))
