@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from qwen_edit_zero.cluster import process_group
+from qwen_edit_zero.cluster import failure, process_group
 from qwen_edit_zero.cluster.collectives import from_rank_0, gather_numbers, gather_objects
 from qwen_edit_zero.cluster.device_setup import set_numerics
 from qwen_edit_zero.cluster.identity import Identity
@@ -69,6 +69,7 @@ def examine(loaded: LoadedSettings, identity: Identity, *, seconds: float, json_
         meeting_seconds=int(seconds) + 10,
         met=RollCall(identity, device, seconds),
     )
+    failure.expect_signs_within(settings.run.silent_seconds)  # no model is loaded here, which would silence a rank
     set_numerics(settings, started)
     try:
         with deadline(identity.rank, max(ENDS_SECONDS, 3 * seconds)) as phase:
