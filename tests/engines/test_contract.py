@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 
 WORLDS = (1, 2, 3, 4)
 CASES = [(kind, world) for kind in harness.EVERY_ENGINE for world in WORLDS] + [("fsdp2-hybrid", 4)]
+LONG = [(kind, world) for kind in harness.EVERY_ENGINE for world in (3, 4)]
 MICRO = {1: 5, 2: 2, 3: 2, 4: 1}  # micro-batch by number of ranks; 5 samples never divide evenly
 SPLITS = {  # every micro-batch that divides the 12 samples of a step evenly
     world: [micro for micro in range(1, 12 // world + 1) if 12 // world % micro == 0] for world in WORLDS
@@ -126,7 +127,7 @@ def plain_average() -> dict[bool, float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "world"), [pytest.param(*case, marks=[pytest.mark.slow] if case[1] == 3 else []) for case in CASES]
+    ("kind", "world"), [pytest.param(*case, marks=[pytest.mark.slow] if case in LONG else []) for case in CASES]
 )
 def test_engine_equals_plain_loop(
     kind: str, world: int, plain: dict[bool, dict[str, Any]], plain_average: dict[bool, float]

@@ -119,6 +119,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_engines_print_nothing_and_compile_nothing(tmp_path: Path) -> None:
     """No walls of log lines, no warnings for every collective, no extension built in the middle of a start."""
     from tests.ranks import free_port
