@@ -19,21 +19,9 @@ from qwen_edit_zero.engines.base import ParallelEngine
 from qwen_edit_zero.engines.blocks import repeated_blocks
 from qwen_edit_zero.engines.factory import make_engine
 from qwen_edit_zero.flat_state import PARAM
+from qwen_edit_zero.planning.jobs.known import RELEASED
 from qwen_edit_zero.settings.models import LoraSettings, Settings
 
-# Configuration of the released Qwen-Image-Edit-2509: 20,430,401,088 parameters.
-RELEASED: dict[str, Any] = {
-    "_class_name": "QwenImageTransformer2DModel",
-    "attention_head_dim": 128,
-    "axes_dims_rope": [16, 56, 56],
-    "guidance_embeds": False,
-    "in_channels": 64,
-    "joint_attention_dim": 3584,
-    "num_attention_heads": 24,
-    "num_layers": 60,
-    "out_channels": 16,
-    "patch_size": 2,
-}
 _PAGE = 1 << 22  # elements drawn by one generator
 
 
@@ -68,7 +56,7 @@ class Subject:
 
 
 # A 384x384 reference is 196 tokens to the text encoder.
-FULL = Subject(RELEASED, rank=32, pixels=1024, prompt_tokens=256)
+FULL = Subject(dict(RELEASED["Qwen-Image-Edit-2509"]), rank=32, pixels=1024, prompt_tokens=256)
 TINY = Subject(transformer_config(width=64, layers=2), rank=4, pixels=128, prompt_tokens=16)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,6 +12,7 @@ from typing import Any
 from qwen_edit_zero.edit_model.fingerprint import fingerprint_files
 from qwen_edit_zero.edit_model.shards import Shards, open_shards
 from qwen_edit_zero.errors import ModelFolderError
+from qwen_edit_zero.planning.jobs.known import read_config
 
 TINY = "tiny"
 _CONFIG_SUFFIXES = {".json", ".txt", ".jinja", ".model"}
@@ -100,7 +100,7 @@ def open_model_folder(path: str | Path, *, without_weights: bool = False) -> Mod
     folder = Path(path).expanduser().absolute()
     pipeline = _pipeline_class(folder)
     _check_files(folder, without_weights=without_weights)
-    configs = {component: _read_json(folder / component / name) for component, name in _CONFIGS.items()}
+    configs = {component: read_config(folder / component / name) for component, name in _CONFIGS.items()}
     for component in ("transformer", "vae", "text_encoder"):
         _check_class(folder, component, configs[component])
     variant = _variant(folder, pipeline, configs["transformer"])
@@ -136,7 +136,7 @@ def _pipeline_class(folder: Path) -> str:
     index = folder / "model_index.json"
     if not index.exists():
         raise ModelFolderError(_no_index(folder))
-    name = _read_json(index).get("_class_name")
+    name = read_config(index).get("_class_name")
     if name not in _PIPELINES:
         raise ModelFolderError(
             f"{folder} holds a model of another family: model_index.json says {name}. This program trains "
@@ -192,16 +192,6 @@ def _variant(folder: Path, pipeline: str, transformer: dict[str, Any]) -> Varian
     if not _PIPELINES[pipeline]:
         return Variant.EDIT
     return Variant.EDIT_2511 if transformer.get("zero_cond_t") else Variant.EDIT_2509
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelFolderError(f"{path} is not readable as JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise ModelFolderError(f"{path} holds no JSON object; download it again")
-    return value
 
 
 def _no_folder(folder: Path) -> str:

@@ -76,7 +76,7 @@ def _released_name(name_or_path: str | Path) -> str:
     )
 
 
-def read_config(path: Path) -> Mapping[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """A JSON object. Raises ModelFolderError if the file is damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
